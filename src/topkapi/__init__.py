@@ -1,0 +1,1 @@
+"""DeepSeek Sparse Attention as a library, an engine and a server."""

@@ -1,0 +1,74 @@
+"""What the machine at hand can do: the facts a kernel's refusal is decided on.
+
+Knows nothing about operations or kernels.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from topkapi.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """One device, as kernels see it.
+
+    `backend` is `cpu`, `cuda` or `hip`; `arch` is the compute capability as one number (90 for
+    sm_90, 0 elsewhere) or the gfx name on AMD; `shared_memory` is in bytes per program.
+    """
+
+    backend: str
+    arch: int | str = 0
+    name: str = "cpu"
+    num_sms: int = 0
+    shared_memory: int = 0
+    has_triton: bool = False
+
+    @property
+    def label(self) -> str:
+        """How messages name this device: `cpu`, `sm90`, `gfx942`."""
+        if self.backend == "cpu":
+            return "cpu"
+        return f"sm{self.arch}" if self.backend == "cuda" else str(self.arch)
+
+
+@lru_cache(maxsize=64)
+def device_info(device: torch.device) -> DeviceInfo:
+    """Describe a torch device. Queries the driver once per device; never synchronises."""
+    has_triton = importlib.util.find_spec("triton") is not None
+    if device.type != "cuda":
+        return DeviceInfo(backend=device.type, name=device.type, has_triton=has_triton)
+    properties = torch.cuda.get_device_properties(device)
+    hip = torch.version.hip is not None
+    arch: int | str = properties.major * 10 + properties.minor
+    if hip:
+        arch = properties.gcnArchName.split(":")[0]
+    return DeviceInfo(
+        backend="hip" if hip else "cuda",
+        arch=arch,
+        name=properties.name,
+        num_sms=properties.multi_processor_count,
+        shared_memory=getattr(properties, "shared_memory_per_block_optin", 65536),
+        has_triton=has_triton,
+    )
+
+
+def resolve_device(device: str | torch.device) -> torch.device:
+    """Turn `"auto"` (the GPU if there is one) or a device name into a `torch.device`.
+
+    Raises `ConfigError` for a name torch does not know and for CUDA without a GPU.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        resolved = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"device: expected auto, cpu or cuda[:N], got {device!r}") from error
+    if resolved.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device: cuda was asked for, but torch sees no GPU; use device='cpu'")
+    return resolved
