@@ -1,0 +1,1 @@
+"""Measuring: what `topkapi bench` runs. Nothing else in the package imports this."""

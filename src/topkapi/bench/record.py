@@ -1,0 +1,85 @@
+"""What a measurement carries beside its figure: machine, versions, commit; and where it is kept.
+
+Results are JSON lines, one measurement a line, so that runs can be appended and compared.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from topkapi.device import device_info
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """The facts without which a figure means nothing. Starts `git` once; never synchronises."""
+    info = device_info(device)
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "device": info.name if device.type == "cuda" else _cpu_name(),
+        "threads": torch.get_num_threads(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "transformers": _version("transformers"),
+        "triton": _version("triton"),
+        "topkapi": _version("topkapi"),
+        "commit": _commit(),
+    }
+
+
+def write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Replace `path` by `rows`, one JSON object a line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row, sort_keys=True) + "\n" for row in rows))
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The rows of a JSON-lines file."""
+    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+
+
+def quantiles(times: Iterable[float]) -> dict[str, float]:
+    """p20, p50 and p80 of a sample, by nearest rank."""
+    ordered = sorted(times)
+    last = len(ordered) - 1
+    return {f"p{q}": ordered[round(last * q / 100)] for q in (20, 50, 80)}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    here = Path(__file__).resolve().parent
+    answer = subprocess.run(
+        ["git", "-C", str(here), "rev-parse", "--short", "HEAD"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return answer.stdout.strip() or None
+
+
+def _cpu_name() -> str:
+    for line in _cpuinfo():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _cpuinfo() -> list[str]:
+    path = Path("/proc/cpuinfo")
+    return path.read_text().splitlines() if path.exists() else []
