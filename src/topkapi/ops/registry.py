@@ -1,0 +1,59 @@
+"""Which kernels exist for each operation, best first.
+
+The one place that knows every kernel package. `topkapi doctor` prints `explain`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch
+
+from topkapi.device import DeviceInfo, device_info
+from topkapi.dispatch import Kernel, Op, Problem, Verdict
+from topkapi.kernels import torch_cpu
+
+NAMES = (
+    "indexer_logits",
+    "topk",
+    "select",
+    "sparse_mla",
+    "write_latent",
+    "write_index_key",
+    "gather_latent",
+)
+
+_KERNELS: tuple[Kernel, ...] = (*torch_cpu.KERNELS,)
+
+OPS: Mapping[str, Op] = MappingProxyType(
+    {name: Op(name, tuple(k for k in _KERNELS if k.op == name)) for name in NAMES}
+)
+
+
+def problem_for(op: str, like: torch.Tensor, **facts: object) -> Problem:
+    """The `Problem` of one call: the device, dtype and capture state of `like`, and `facts`."""
+    capture = like.is_cuda and torch.cuda.is_current_stream_capturing()
+    return Problem(op, device_info(like.device), like.dtype, capture=capture, **facts)  # type: ignore[arg-type]
+
+
+def explain(
+    device: DeviceInfo, dtype: torch.dtype = torch.bfloat16, cache_format: str = "bf16"
+) -> dict[str, list[Verdict]]:
+    """Every kernel of every operation with its reason to refuse DeepSeek-V3.2's sizes, or None."""
+    return {
+        name: op.explain(
+            Problem(
+                name,
+                device,
+                dtype,
+                cache_format=cache_format,
+                num_heads=128,
+                latent_dim=512,
+                rope_dim=64,
+                index_dim=128,
+                topk=2048,
+            )
+        )
+        for name, op in OPS.items()
+    }
