@@ -1,0 +1,146 @@
+"""The `topkapi bench` commands: what to measure, how it is shown, where it is kept."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from topkapi.bench.record import environment, write_lines
+from topkapi.device import resolve_device
+
+app = typer.Typer(no_args_is_help=True, help="Measure this machine, side by side in one run.")
+console = Console()
+
+OutOption = Annotated[
+    Path | None, typer.Option("--out", help="Write JSON lines here (and a plot beside them).")
+]
+
+
+@app.command("cpu")
+def cpu_command(
+    vs: Annotated[str, typer.Option(help="transformers, or its sdpa or eager.")] = "transformers",
+    model: Annotated[str, typer.Option(help="demo, or a local model directory.")] = "demo",
+    contexts: Annotated[str, typer.Option(help="Context lengths.")] = "1024,2048,4096,8192",
+    repeats: Annotated[int, typer.Option(min=1)] = 3,
+    decode_tokens: Annotated[int, typer.Option(min=3)] = 16,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    out: OutOption = None,
+) -> None:
+    """Prefill, decode and memory on the CPU, against Transformers' own attention."""
+    from topkapi.bench import cpu
+    from topkapi.models.loading import read_config, resolve_model_path
+
+    others = {"transformers": ["transformers-sdpa"], "all": ["transformers-sdpa"]}
+    others["all"] += ["transformers-eager"]
+    sides = [cpu.OURS, *others.get(vs, [f"transformers-{vs}"])]
+    lengths = [int(text) for text in contexts.split(",")]
+    path = str(resolve_model_path(model))
+    limit = read_config(path).max_position_embeddings
+    cpu.check_arguments(sides, lengths, limit)
+    rows = []
+    for row in cpu.measure_all(
+        path, sides, lengths, repeats=repeats, decode_tokens=decode_tokens, dtype=dtype
+    ):
+        rows.append({**row, "model": model})
+        state = row.get("failed") or f"{row['prefill_seconds']:.2f} s prefill"
+        print(f"{row['side']} at {row['context']}: {state}", file=sys.stderr)
+    summary = cpu.summarise(rows)
+    _print_cpu(summary)
+    if out:
+        write_lines(out, rows)
+        cpu.plot(summary, out.with_suffix(".png"))
+
+
+def _print_cpu(summary: list[dict[str, Any]]) -> None:
+    table = Table(title="Same model, prompt and machine; ratios are other / Topkapi")
+    for name in ("context", "side", "prefill s", "decode ms/token", "peak MB", "ratios", "tokens"):
+        table.add_column(name, justify="left" if name == "side" else "right")
+    for row in summary:
+        if "failed" in row:
+            table.add_row(str(row["context"]), row["side"], row["failed"])
+            continue
+        figures = (
+            f"{row['prefill_seconds']:.2f}",
+            f"{row['decode_seconds_per_token'] * 1e3:.1f}",
+            f"{row['peak_bytes_above_model'] / 1e6:.0f}",
+        )
+        names = ("prefill_seconds", "decode_seconds_per_token", "peak_bytes_above_model")
+        ratios = " / ".join(
+            f"{row[f'{name}_ratio']:.1f}" for name in names if f"{name}_ratio" in row
+        )
+        same = "same" if row["same_tokens"] else "differ"
+        table.add_row(str(row["context"]), row["side"], *figures, ratios, same)
+    console.print(table)
+
+
+@app.command("demo-recall")
+def demo_recall_command(
+    documents: Annotated[int, typer.Option(min=1)] = 200,
+    context: Annotated[int, typer.Option(min=512, help="Tokens of a document, at least.")] = 4096,
+    seed: Annotated[int, typer.Option()] = 1,
+    dense: Annotated[bool, typer.Option(help="Also run the same weights dense.")] = True,
+    device: Annotated[str, typer.Option()] = "auto",
+    out: OutOption = None,
+) -> None:
+    """How often the demo model finds a fact again, in fresh documents, sparse and dense."""
+    from topkapi.bench import recall
+    from topkapi.engine.llm import LLM
+
+    table = Table(title=f"Recall over {documents} fresh documents of {context}+ tokens")
+    for name in ("attention", "k", "right", "recall", "by kind", "seconds"):
+        table.add_column(name, justify="right")
+    rows = []
+    facts = environment(resolve_device(device))
+    for name, overrides in [("sparse", {}), *([("dense", {"index_topk": 8192})] if dense else [])]:
+        llm = LLM("demo", device=device, config_overrides=overrides)
+        result = recall.measure(llm, documents=documents, context=context, seed=seed)
+        kinds = ", ".join(f"{kind} {a}/{b}" for kind, (a, b) in sorted(result.kinds.items()))
+        right = f"{result.right}/{result.documents}"
+        score = f"{result.recall:.3f}"
+        table.add_row(name, str(result.k), right, score, kinds, f"{result.seconds:.0f}")
+        row = {"bench": "demo-recall", "attention": name, "documents": documents, "seed": seed}
+        row |= {"context": context, "k": result.k, "right": result.right, "kinds": result.kinds}
+        rows.append({**row, "recall": result.recall, "seconds": result.seconds, **facts})
+    console.print(table)
+    if out:
+        write_lines(out, rows)
+
+
+@app.command("ops")
+def ops_command(
+    op: Annotated[str | None, typer.Option(help="One operation; all of them by default.")] = None,
+    device: Annotated[str, typer.Option()] = "auto",
+    quick: Annotated[bool, typer.Option(help="A tenth of a second for each.")] = False,
+    out: OutOption = None,
+) -> None:
+    """Every usable kernel of every operation: checked against the reference, then timed."""
+    from topkapi.bench.ops import CASES, run
+    from topkapi.errors import ConfigError
+
+    cases = [case for case in CASES if op in (None, case.op)]
+    if not cases:
+        raise ConfigError(f"--op: no such operation {op!r}")
+    where: torch.device = resolve_device(device)
+    table = Table(title=f"Operations on {where}")
+    for name in ("case", "kernel", "p50 us", "GB/s", "GFLOP/s", "note"):
+        table.add_column(name, justify="left" if name in ("case", "kernel", "note") else "right")
+    rows = []
+    for row in run(cases, where, seconds=0.1 if quick else 0.5):
+        rows.append(row)
+        note = row.get("wrong") or row.get("refused")
+        if note:
+            style = "red" if "wrong" in row else "dim"
+            table.add_row(row["case"], row["kernel"], "", "", "", f"[{style}]{note}[/]")
+            continue
+        middle = row["seconds"]["p50"]
+        rates = f"{row['bytes'] / middle / 1e9:.1f}", f"{row['flops'] / middle / 1e9:.0f}"
+        table.add_row(row["case"], row["kernel"], f"{middle * 1e6:.0f}", *rates, "")
+    console.print(table)
+    if out:
+        write_lines(out, rows)
