@@ -1,0 +1,82 @@
+"""Every case of every operation through the public functions, against the float64 definition."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from cases import (
+    RECORD_CASES,
+    SELECT_CASES,
+    SPARSE_MLA_CASES,
+    TOPK_CASES,
+    RecordCase,
+    SelectCase,
+    SparseMlaCase,
+    TopkCase,
+    poisoned_memory,
+)
+from topkapi import ops, reference
+
+
+def named(case: Any) -> str:
+    return str(case.name)
+
+
+@pytest.mark.parametrize("case", SPARSE_MLA_CASES, ids=named)
+def test_sparse_mla(case: SparseMlaCase) -> None:
+    inputs = case.make()
+    with poisoned_memory():
+        got = ops.sparse_mla(**inputs, kernel="torch")
+    case.compare(got, inputs)
+
+
+@pytest.mark.parametrize("case", TOPK_CASES, ids=named)
+def test_topk(case: TopkCase) -> None:
+    inputs = case.make()
+    with poisoned_memory():
+        got = ops.topk(**inputs, kernel="torch")
+    case.compare(got, inputs)
+
+
+@pytest.mark.parametrize("case", SELECT_CASES, ids=named)
+def test_indexer_logits(case: SelectCase) -> None:
+    inputs = case.make()
+    del inputs["k"]
+    with poisoned_memory():
+        got = ops.indexer_logits(**inputs, kernel="torch")
+    case.compare_logits(got, inputs)
+
+
+@pytest.mark.parametrize("output", ["slots", "positions"])
+@pytest.mark.parametrize("case", SELECT_CASES, ids=named)
+def test_select(case: SelectCase, output: Any) -> None:
+    inputs = case.make()
+    with poisoned_memory():
+        got = ops.select(**inputs, output=output, kernel="torch")
+    case.compare(got, inputs, output)
+
+
+@pytest.mark.parametrize("case", RECORD_CASES, ids=named)
+def test_write_latent_and_write_index_key(case: RecordCase) -> None:
+    inputs = case.make()
+    want = case.written(inputs)
+    ops.write_latent(inputs["kv_cache"], inputs["slots"], inputs["latent"], inputs["rope"])
+    ops.write_index_key(inputs["index_cache"], inputs["slots"], inputs["keys"])
+    for name, cache in want.items():
+        case.compare(name, inputs[name], cache)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", RECORD_CASES, ids=named)
+def test_gather_latent(case: RecordCase, dtype: torch.dtype) -> None:
+    inputs = case.make()
+    cache = case.written(inputs)["kv_cache"]
+    slots = torch.cat((torch.tensor([-1]), inputs["slots"], torch.tensor([-1])))
+    got = ops.gather_latent(cache, slots, v_dim=case.latent, dtype=dtype)
+    want = reference.gather_latent(cache, slots, v_dim=case.latent, dtype=dtype)
+    case.compare("gathered", got, want)
+    assert got.shape == (case.tokens + 2, case.latent + case.rope)
+    assert not got[[0, -1]].any(), "slot -1 must give zeros, though slot 0 holds NaN"
