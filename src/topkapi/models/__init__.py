@@ -1,0 +1,1 @@
+"""Transformers' DSA models, run on Topkapi's attention; everything else stays Transformers'."""
