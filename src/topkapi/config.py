@@ -90,8 +90,8 @@ class DsaConfig:
         )
 
     def owns_indexer(self, layer_id: int) -> bool:
-        """Whether this layer scores and selects for itself."""
-        return self.indexer_types[layer_id] == "full"
+        """Whether this layer scores and selects for itself. MTP layers, past the last, do."""
+        return layer_id >= self.num_hidden_layers or self.indexer_types[layer_id] == "full"
 
     @property
     def latent_width(self) -> int:
@@ -154,7 +154,9 @@ class BackendOptions:
 
     `prefill_kernel`, `decode_kernel` and `indexer_kernel` name a kernel record, or `auto`.
     `score_budget_bytes` bounds every temporary of scoring and gathering. `deterministic` asks for
-    bit-equal outputs of a request whatever shares its batch.
+    bit-equal outputs of a request whatever shares its batch. `fuse_topk` has the indexer give slots
+    at once, not positions to be mapped. `fp8_compute` says how fp8 latents are attended: as
+    `records`, or by `dequantize_selected`. `dense_prefill` lets short prompts skip absorption.
     """
 
     prefill_kernel: str = "auto"
@@ -162,8 +164,15 @@ class BackendOptions:
     indexer_kernel: str = "auto"
     score_budget_bytes: int = 256 * 2**20
     deterministic: bool = False
+    fuse_topk: bool = True
+    fp8_compute: str = "records"
+    dense_prefill: bool = True
 
     def __post_init__(self) -> None:
+        if self.fp8_compute not in ("records", "dequantize_selected"):
+            raise ConfigError(
+                f"fp8_compute: expected records or dequantize_selected, got {self.fp8_compute!r}"
+            )
         if self.score_budget_bytes < 2**16:
             raise ConfigError(
                 f"score_budget_bytes: expected at least 65536, got {self.score_budget_bytes}"

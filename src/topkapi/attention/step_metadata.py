@@ -1,0 +1,109 @@
+"""Which request does each query row belong to, and how many tokens does it see?
+
+The one formula behind every mode, from `(query length, kv length)` a request, written into given
+buffers: eager, graph capture and graph replay all call it. Row j of a request with q queries and
+kv length n sees `n - q + j + 1` tokens. Knows no modes, pools or layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+
+
+@dataclass(frozen=True)
+class StepBuffers:
+    """What a step's metadata is, as tensors of fixed size: B requests, R query rows.
+
+    Attributes:
+        table_rows: `[B]` int64, each request's row of the request-to-token table.
+        kv_lens: `[B]` int32.
+        cu_seqlens_q: `[B+1]` int32.
+        request_of_row: `[R]` int32, clamped into `0..B-1` for padding rows.
+        lengths: `[R]` int32, tokens each row sees; 0 for padding.
+        selected_lens: `[R]` int32, `min(lengths, topk)`.
+    """
+
+    table_rows: torch.Tensor
+    kv_lens: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    request_of_row: torch.Tensor
+    lengths: torch.Tensor
+    selected_lens: torch.Tensor
+
+    @classmethod
+    def allocate(cls, num_requests: int, num_rows: int, device: torch.device) -> StepBuffers:
+        """Zeroed buffers: 12 B a request and 12 B a row, whatever the context length."""
+
+        def zeros(size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
+
+        return cls(
+            table_rows=zeros(num_requests, torch.int64),
+            kv_lens=zeros(num_requests),
+            cu_seqlens_q=zeros(num_requests + 1),
+            request_of_row=zeros(num_rows),
+            lengths=zeros(num_rows),
+            selected_lens=zeros(num_rows),
+        )
+
+    @property
+    def num_requests(self) -> int:
+        """B."""
+        return self.kv_lens.shape[0]
+
+    @property
+    def num_rows(self) -> int:
+        """R."""
+        return self.lengths.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(getattr(self, item.name).nbytes for item in fields(self))
+
+
+def step_metadata(
+    out: StepBuffers,
+    *,
+    q_lens: torch.Tensor | int,
+    kv_lens: torch.Tensor,
+    request_rows: torch.Tensor,
+    topk: int,
+    kv_shift: int = 0,
+    out_cache_loc: torch.Tensor | None = None,
+) -> None:
+    """Fill every element of `out`.
+
+    `q_lens` (`[b]` int, or one int for all), `kv_lens [b]` and `request_rows [b]` may describe
+    fewer requests than `out` has: the rest have kv length 0. `kv_shift` is added to every kv length
+    that is not 0. A row is inert (length 0) when it lies past the last query, when its formula
+    gives no token, or when `out_cache_loc [r]` names slot 0 for it (r may be short, too).
+
+    No synchronisation, no shape that depends on data: may be captured.
+    """
+    given = kv_lens.shape[0]
+    out.table_rows.zero_()
+    out.table_rows[:given] = request_rows
+    out.kv_lens.zero_()
+    out.kv_lens[:given] = torch.where(kv_lens > 0, kv_lens + kv_shift, 0)
+    q_of = torch.zeros_like(out.kv_lens)
+    if isinstance(q_lens, int):
+        q_of.fill_(q_lens)
+    else:
+        q_of[: q_lens.shape[0]] = q_lens
+    torch.cumsum(q_of, 0, dtype=torch.int32, out=out.cu_seqlens_q[1:])
+    if out.num_requests == 0:
+        return
+    row = torch.arange(out.num_rows, dtype=torch.int32, device=out.lengths.device)
+    request = torch.searchsorted(out.cu_seqlens_q[1:], row, right=True)
+    request = request.clamp_max(out.num_requests - 1)
+    lengths = out.kv_lens[request] - (out.cu_seqlens_q[request + 1] - row) + 1
+    live = row < out.cu_seqlens_q[-1]
+    if out_cache_loc is not None:
+        live[: out_cache_loc.shape[0]] &= out_cache_loc > 0
+        live[out_cache_loc.shape[0] :] = False
+    out.request_of_row.copy_(request)
+    out.lengths.copy_(torch.where(live, lengths.clamp_min(0), 0))
+    torch.clamp(out.lengths, max=topk, out=out.selected_lens)
