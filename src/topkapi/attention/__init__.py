@@ -3,6 +3,7 @@
 from topkapi.attention.backend import NativeSparseAttnBackend
 from topkapi.attention.forward_batch import AttentionLayer, ForwardBatch, ForwardMode, SpecInfo
 from topkapi.attention.metadata import NSAIndexerMetadata, NSAMetadata
+from topkapi.attention.multi_step import NativeSparseAttnMultiStepBackend
 
 __all__ = [
     "AttentionLayer",
@@ -11,5 +12,6 @@ __all__ = [
     "NSAIndexerMetadata",
     "NSAMetadata",
     "NativeSparseAttnBackend",
+    "NativeSparseAttnMultiStepBackend",
     "SpecInfo",
 ]

@@ -62,7 +62,7 @@ class NativeSparseAttnBackend(LayerForward):
         `ConfigError` above the limits, or for a mode whose lengths a graph cannot know (EXTEND).
         """
         _no_encoder(encoder_lens)
-        buffers = self._graph_state.add(forward_mode, bs, num_tokens, self.device)
+        (buffers,) = self._graph_state.add(forward_mode, bs, num_tokens, self.device)
         lengths = graph_lengths_of(
             forward_mode,
             bs=bs,
@@ -94,7 +94,7 @@ class NativeSparseAttnBackend(LayerForward):
         capture. Raises `ConfigError` when nothing was captured for this mode and size.
         """
         _no_encoder(encoder_lens)
-        buffers = self._graph_state.of(forward_mode, bs)
+        (buffers,) = self._graph_state.of(forward_mode, bs)
         host = None if seq_lens_cpu is None else seq_lens_cpu[:bs]
         drafts = buffers.num_rows // bs if forward_mode.is_target_verify() else 0
         lengths = graph_lengths_of(

@@ -314,7 +314,7 @@ def graph_lengths_of(
     Tensors may be shorter than `bs`: the requests they lack are inert. Where `spec_info` does not
     say, each request has `num_tokens / bs` rows.
     """
-    per_request = num_tokens // bs
+    per_request = num_tokens // max(bs, 1)
     spec_info = spec_info or SpecInfo()
     accepted = None if spec_info.accept_length is None else spec_info.accept_length[:bs]
     q_lens: torch.Tensor | int

@@ -7,7 +7,7 @@ kv length n sees `n - q + j + 1` tokens. Knows no modes, pools or layers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -34,7 +34,7 @@ class StepBuffers:
 
     @classmethod
     def allocate(cls, num_requests: int, num_rows: int, device: torch.device) -> StepBuffers:
-        """Zeroed buffers: 12 B a request and 12 B a row, whatever the context length."""
+        """Zeroed buffers: 16 B a request and 12 B a row, whatever the context length."""
 
         def zeros(size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
@@ -58,10 +58,28 @@ class StepBuffers:
         """R."""
         return self.lengths.shape[0]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all buffers."""
-        return sum(getattr(self, item.name).nbytes for item in fields(self))
+    def another_step(self) -> StepBuffers:
+        """Buffers for the same requests and rows at other lengths: addresses are shared."""
+        return replace(
+            self,
+            kv_lens=torch.zeros_like(self.kv_lens),
+            lengths=torch.zeros_like(self.lengths),
+            selected_lens=torch.zeros_like(self.selected_lens),
+        )
+
+
+def allocate_steps(
+    num_steps: int, num_requests: int, num_rows: int, device: torch.device
+) -> list[StepBuffers]:
+    """Buffers of several steps of the same requests and rows."""
+    first = StepBuffers.allocate(num_requests, num_rows, device)
+    return [first, *(first.another_step() for _ in range(num_steps - 1))]
+
+
+def nbytes_of(steps: list[StepBuffers]) -> int:
+    """Bytes of several steps' buffers; what they share counts once."""
+    tensors = [getattr(step, item.name) for step in steps for item in fields(step)]
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
 
 def step_metadata(
