@@ -61,39 +61,52 @@ class DsaStep:
 class DsaAttention:
     """Callable in place of one attention module's forward.
 
-    Takes the keyword arguments of Transformers' decoder layers and needs `dsa_step=` among them;
-    masks and caches that come along are not read. Returns what the family's module returns.
+    Takes the keyword arguments of Transformers' decoder layers and `dsa_step=` among them; masks
+    and caches that come along are not read then. Returns what the family's module returns.
+
+    Attributes:
+        exclusive: a call without a step is an error; otherwise it computes what Transformers wrote.
     """
 
-    def __init__(self, module: nn.Module, config: DsaConfig, layer_id: int) -> None:
-        self._module: Any = module
+    def __init__(self, module: Any, config: DsaConfig, layer_id: int) -> None:
+        self.exclusive = False
+        self._module = module
         self._config = config
         self._layer_id = layer_id
         self._absorbed = AbsorbedWeights(
-            self._module.kv_b_proj, config.qk_nope_head_dim, config.v_head_dim
+            module.kv_b_proj, config.qk_nope_head_dim, config.v_head_dim
         )
         # GLM's decoder layers hand the selection on; here the step's metadata does.
         self._returns = 3 if hasattr(module, "skip_topk") else 2
         self._gated = hasattr(module, "q_gate_proj")
 
-    def __call__(
-        self,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | None = None,
-        *,
-        dsa_step: DsaStep | None = None,
-        **unused: Any,
-    ) -> tuple[torch.Tensor | None, ...]:
-        """`hidden_states [B, S, hidden]`; cos and sin `[B or 1, S, P]` in the model's dtype.
+    def __call__(self, *args: Any, dsa_step: DsaStep | None = None, **kwargs: Any) -> Any:
+        """The module's own arguments and results; see `run` for what is read when there is a step.
 
-        Raises `ConfigError` without a step. Capture-safe when the step has one part.
+        Raises `ConfigError` without a step where `exclusive`.
         """
-        if dsa_step is None:
+        if dsa_step is not None:
+            return self.run(*args, dsa_step=dsa_step, **kwargs)
+        if self.exclusive:
             raise ConfigError(
                 "dsa_step: this model's attention runs on Topkapi and is entered through the "
                 "decoder (model(...) or model.generate(...)); use topkapi.detach(model) otherwise"
             )
+        return type(self._module).forward(self._module, *args, **kwargs)
+
+    def run(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        *unused_args: Any,
+        dsa_step: DsaStep,
+        **unused: Any,
+    ) -> tuple[torch.Tensor | None, ...]:
+        """`hidden_states [B, S, hidden]`; cos and sin `[B or 1, S, P]` in the model's dtype.
+
+        Returns the attention's output of the same shape, and None for weights (and selection).
+        Raises `ShapeError` when the step has other rows. Capture-safe if the step has one part.
+        """
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
         leading = hidden_states.shape[:-1]
         cos, sin = (_angles(table, leading) for table in position_embeddings)

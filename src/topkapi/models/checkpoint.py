@@ -28,7 +28,7 @@ _SCALE = "_scale_inv"
 _EXPERT = re.compile(r"^(.*\.experts\.)(\d+)(\..*)$")
 
 
-def read_config(directory: Path) -> dict[str, Any]:
+def config_json(directory: Path) -> dict[str, Any]:
     """`config.json` of a directory. Raises `CheckpointError` when there is none or it is broken."""
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: expected a local checkpoint directory, found none")

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from topkapi.config import DsaConfig
-from topkapi.errors import ConfigError, UnsupportedModelError
+from topkapi.errors import UnsupportedModelError
 from topkapi.models.attention import DsaAttention, DsaStep
 
 _PARTS = ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")
@@ -47,9 +47,9 @@ def attention_modules(model: Any, config: DsaConfig) -> list[Any]:
         raise UnsupportedModelError(
             f"expected {config.num_hidden_layers} decoder layers, got {len(layers)}"
         )
-    modules = []
+    modules: list[Any] = []
     for layer_id, layer in enumerate(layers):
-        module = getattr(layer, "self_attn", None)
+        module: Any = getattr(layer, "self_attn", None)
         missing = _missing_parts(module, config.owns_indexer(layer_id))
         if missing:
             raise UnsupportedModelError(
@@ -73,25 +73,26 @@ def _missing_parts(module: Any, owns_indexer: bool) -> list[str]:
     return names
 
 
-def install(model: Any) -> DsaConfig:
-    """Run the model's attention on Topkapi from now on: it then needs `dsa_step=` in its forward.
+def install(model: Any, *, exclusive: bool = False) -> DsaConfig:
+    """Run the model's attention on Topkapi wherever its forward is given a `dsa_step=`.
 
-    Returns the model's sizes. Raises `UnsupportedModelError` for a model that is not DSA, changing
-    nothing, and `ConfigError` where it is installed already.
+    Without a step a module computes what Transformers wrote, or, where it is installed to be
+    `exclusive`, raises `ConfigError`. Installing again changes that alone. Returns the model's
+    sizes. Raises `UnsupportedModelError` for a model that is not DSA, changing nothing.
     """
     config = DsaConfig.from_hf(getattr(model, "config", None))
     modules = attention_modules(model, config)
-    if any(isinstance(module.__dict__.get("forward"), DsaAttention) for module in modules):
-        raise ConfigError("this model's attention runs on Topkapi already; detach it first")
-    hooked = [module for module in modules if "forward" in module.__dict__]
-    if hooked:
-        raise UnsupportedModelError(
-            f"{type(hooked[0]).__name__}.forward is replaced by someone else already (accelerate's "
-            "dispatch over devices does so); load the model on one device"
-        )
-    # All are made before any is put in place: a refusal leaves the model as it was.
-    replaced = [DsaAttention(module, config, i) for i, module in enumerate(modules)]
-    for module, attention in zip(modules, replaced, strict=True):
+    in_place = [module.__dict__.get("forward") for module in modules]
+    if not all(isinstance(forward, DsaAttention) for forward in in_place):
+        if any(forward is not None for forward in in_place):
+            raise UnsupportedModelError(
+                f"{type(modules[0]).__name__}.forward is replaced by someone else already "
+                "(accelerate's dispatch over devices does so); load the model on one device"
+            )
+        # All are made before any is put in place: a refusal leaves the model as it was.
+        in_place = [DsaAttention(module, config, i) for i, module in enumerate(modules)]
+    for module, attention in zip(modules, in_place, strict=True):
+        attention.exclusive = exclusive
         module.forward = attention
     return config
 
@@ -110,10 +111,14 @@ def run_decoder(
     """Run all decoder layers over `input_ids [T]` at `positions [T]`, both int64.
 
     Returns hidden states `[T, hidden]` after the last norm. The backend's metadata must be
-    initialised for the step's batch. Masks are never built. Capture-safe as far as the model's own
-    modules are (a looped mixture of experts is not).
+    initialised for the step's batch. Masks are never built. A model that is seen for the first time
+    is installed into, and stays Transformers' own for everyone who passes no step. Capture-safe as
+    far as the model's own modules are (a looped mixture of experts is not).
     """
-    output = decoder_of(model)(
+    decoder = decoder_of(model)
+    if not isinstance(decoder.layers[0].self_attn.__dict__.get("forward"), DsaAttention):
+        install(model)
+    output = decoder(
         input_ids=input_ids[None],
         position_ids=positions[None],
         attention_mask={"indexed_attention": None},

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from topkapi.config import DsaConfig
 from topkapi.device import resolve_device
 from topkapi.errors import CheckpointError, ConfigError
-from topkapi.models.checkpoint import check_experts, open_tensors, read_config, weight_files
+from topkapi.models.checkpoint import check_experts, config_json, open_tensors, weight_files
 
 _DTYPES = {
     "bf16": torch.bfloat16,
@@ -42,21 +43,22 @@ def load_model(
     device: str | torch.device = "auto",
     *,
     quantization: Literal["dequantize", "keep"] = "dequantize",
+    config_overrides: Mapping[str, Any] | None = None,
 ) -> Any:
     """Load a DSA model from a local Hugging Face directory, in evaluation mode.
 
     `dtype` is `auto` (the config's), `bf16`, `fp16`, `fp32` or a torch dtype. An fp8 checkpoint is
     dequantised to it; `quantization="keep"` leaves it to Transformers' quantiser instead, which
     needs a CUDA device and the packages accelerate and kernels. Weights of multi-token-prediction
-    layers are passed over.
+    layers are passed over. `config_overrides` changes fields of the config, such as `index_topk`.
 
     Raises:
         CheckpointError: no safetensors, remote code, a tensor missing, left over or misshapen.
         UnsupportedModelError: the model is not DSA.
-        ConfigError: an unknown dtype or device, or a quantiser that cannot run here.
+        ConfigError: an unknown dtype, device or override, or a quantiser that cannot run here.
     """
     directory = Path(path)
-    config = load_config(directory)
+    config = read_config(directory, config_overrides)
     target = resolve_device(device)
     resolved = _resolve_dtype(dtype, config)
     if quantization == "keep":
@@ -74,26 +76,45 @@ def load_model(
     return model.to(target)
 
 
-def load_config(path: str | Path) -> Any:
+def resolve_model_path(model: str | Path) -> Path:
+    """The directory a model name means: `demo` is the model that comes with Topkapi, all else a
+    local path. Nothing is ever downloaded; raises `CheckpointError` where there is no directory.
+    """
+    if str(model) == "demo":
+        return Path(__file__).parent.parent / "demo" / "weights"
+    path = Path(model).expanduser()
+    if not path.is_dir():
+        raise CheckpointError(
+            f"{model}: expected demo or a local checkpoint directory; Topkapi downloads nothing, "
+            "so fetch the checkpoint first"
+        )
+    return path
+
+
+def read_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Any:
     """The Transformers config of a local DSA checkpoint; never runs the checkpoint's own code.
 
-    Raises `CheckpointError` or, naming what is missing, `UnsupportedModelError`.
+    Raises `CheckpointError`; `ConfigError` for an override the config has no field for; and, naming
+    what is missing, `UnsupportedModelError`.
     """
     directory = Path(path)
-    content = read_config(directory)
+    content = config_json(directory)
     model_type = content.get("model_type")
     if model_type not in CONFIG_MAPPING:
-        remote = " It asks for its own code (auto_map), which is never run." * (
-            "auto_map" in content
-        )
+        remote = " Its auto_map asks for its own code, which is never run."
         raise CheckpointError(
             f"{directory}: this Transformers does not know model_type {model_type!r}."
             + (remote if "auto_map" in content else "")
         )
+    changes = dict(overrides or {})
     try:
-        config = CONFIG_MAPPING[model_type].from_dict(content)
+        config = CONFIG_MAPPING[model_type].from_dict({**content, **changes})
     except (TypeError, ValueError, KeyError) as error:
         raise CheckpointError(f"{directory / 'config.json'}: {error}") from error
+    known = content.keys() | type(config)().to_dict().keys()
+    unknown = sorted(changes.keys() - known)
+    if unknown:
+        raise ConfigError(f"config_overrides: {model_type} has no {', '.join(unknown)}")
     DsaConfig.from_hf(config)
     return config
 
