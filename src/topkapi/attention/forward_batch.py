@@ -173,7 +173,7 @@ class ForwardBatch:
             extend_seq_lens=extend,
             extend_seq_lens_cpu=list(q_lens),
             extend_prefix_lens_cpu=prefix,
-            spec_info=SpecInfo(draft_token_num=max(q_lens, default=0), accept_length=extend),
+            spec_info=SpecInfo(draft_token_num=max(q_lens, default=1), accept_length=extend),
         )
 
 

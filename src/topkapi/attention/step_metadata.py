@@ -111,6 +111,7 @@ def step_metadata(
         q_of.fill_(q_lens)
     else:
         q_of[: q_lens.shape[0]] = q_lens
+    out.cu_seqlens_q[:1].zero_()
     torch.cumsum(q_of, 0, dtype=torch.int32, out=out.cu_seqlens_q[1:])
     if out.num_requests == 0:
         return
