@@ -29,6 +29,7 @@ OUT_OF_RANGE = [
     ("stop", ""),
     ("stop", ["a", ""]),
     ("stop", [3]),
+    ("stop", 5),
     ("stop_token_ids", [-1]),
     ("stop_token_ids", ["a"]),
 ]

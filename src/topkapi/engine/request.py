@@ -8,7 +8,7 @@ model, a cache or a tensor.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -66,11 +66,12 @@ class SamplingParams:
             _whole("logprobs", self.logprobs, least=0)
         if self.seed is not None:
             _whole("seed", self.seed, least=None)
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        stop = _items("stop", (self.stop,) if isinstance(self.stop, str) else self.stop)
         for text in stop:
             if not isinstance(text, str) or not text:
                 raise RequestError(f"stop: expected non-empty strings, got {text!r}")
-        ids = tuple(_whole("stop_token_ids", item, least=0) for item in self.stop_token_ids)
+        listed = _items("stop_token_ids", self.stop_token_ids)
+        ids = tuple(_whole("stop_token_ids", item, least=0) for item in listed)
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", ids)
 
@@ -86,6 +87,12 @@ def _in_range(name: str, value: object, low: float, high: float, *, open_low: bo
         return
     bracket = "(" if open_low else "["
     raise RequestError(f"{name}: expected a number in {bracket}{low:g}, {high:g}], got {value!r}")
+
+
+def _items(name: str, values: object) -> tuple[object, ...]:
+    if not isinstance(values, Iterable):
+        raise RequestError(f"{name}: expected a list, got {values!r}")
+    return tuple(values)
 
 
 def _whole(name: str, value: object, *, least: int | None) -> int:

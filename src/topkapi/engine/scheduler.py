@@ -113,6 +113,11 @@ class Scheduler:
         """Whether any request is unfinished."""
         return bool(self.running or self.waiting)
 
+    @property
+    def free_pages(self) -> int:
+        """Pages of the cache that no request holds."""
+        return self._pages.available
+
     def add(self, request: Request) -> None:
         """Queue a request. The caller has checked that it fits the cache alone."""
         self.waiting.append(request)

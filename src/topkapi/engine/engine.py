@@ -1,0 +1,228 @@
+"""One engine: requests go in, and every step gives what it added to each of them.
+
+The loop is schedule -> run -> accept. A request that is invalid is refused when it is added; one
+that goes wrong later (NaN logits, a forward pass that only fails with it) ends with an error of its
+own while the others go on. One thread at a time may call in. Knows tokens and text, not files or
+chat templates.
+"""
+
+from __future__ import annotations
+
+import operator
+import secrets
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from topkapi.engine.detokenizer import Decoder, Detokenizer, OutputText
+from topkapi.engine.request import (
+    FinishReason,
+    Request,
+    RequestOutput,
+    RequestUpdate,
+    SamplingParams,
+    TokenLogprob,
+)
+from topkapi.engine.scheduler import Batch, Scheduler
+from topkapi.errors import KernelRefusedError, RequestError, TopkapiError
+
+# What a forward pass may raise for the sake of one request; out-of-memory is a RuntimeError.
+_FAULTS = (TopkapiError, RuntimeError, ValueError, ArithmeticError, LookupError)
+
+
+class BatchRunner(Protocol):
+    """The part of a runner that the engine needs."""
+
+    def run(self, batch: Batch) -> list[TokenLogprob]:
+        """The next token of every chunk that samples, in order; id -1 where logits held NaN."""
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """What any request is held to: `max_length` bounds prompt and output together."""
+
+    vocab_size: int
+    max_length: int
+    eos_token_ids: frozenset[int]
+
+
+@dataclass(eq=False)
+class _Live:
+    """A request under way, with its text."""
+
+    request: Request
+    text: OutputText
+
+
+class Engine:
+    """Continuous batching over one model on one device."""
+
+    def __init__(
+        self,
+        runner: BatchRunner,
+        scheduler: Scheduler,
+        limits: EngineLimits,
+        tokenizer: Decoder | None = None,
+    ) -> None:
+        self.limits = limits
+        self.scheduler = scheduler
+        self._runner = runner
+        self._tokenizer = tokenizer
+        self._live: dict[int, _Live] = {}
+        self._next_id = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is unfinished."""
+        return self.scheduler.has_work
+
+    def new_id(self) -> int:
+        """A request id never given before."""
+        self._next_id += 1
+        return self._next_id - 1
+
+    def check(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> list[int]:
+        """The prompt as plain integers. Raises `RequestError` for a request that cannot run."""
+        vocab, longest = self.limits.vocab_size, self.limits.max_length
+        prompt = _plain_ids(prompt_token_ids, vocab)
+        if not prompt:
+            raise RequestError("the prompt is empty: expected at least one token")
+        if len(prompt) >= longest:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens, and prompt and output together may have "
+                f"{longest} (the model's context, or the cache if that is smaller): expected at "
+                f"most {longest - 1}"
+            )
+        for name, value in (("top_k", params.top_k), ("logprobs", params.logprobs or 0)):
+            if value > vocab:
+                raise RequestError(f"{name}: expected at most the vocabulary {vocab}, got {value}")
+        _plain_ids(params.stop_token_ids, vocab, what="stop_token_ids")
+        if params.stop and self._tokenizer is None:
+            raise RequestError("stop: the model has no tokenizer, so there is no text to stop in")
+        return prompt
+
+    def add(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, prompt: str | None = None
+    ) -> int:
+        """Queue a request and return its id. Raises `RequestError` as `check` does."""
+        ids = self.check(prompt_token_ids, params)
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        request = Request(self.new_id(), ids, params, seed, self.limits.max_length, prompt)
+        detokenizer = None
+        if self._tokenizer is not None:
+            detokenizer = Detokenizer(self._tokenizer, ids, skip_special=params.skip_special_tokens)
+        text = OutputText(detokenizer, params.stop_strings)
+        self._live[request.request_id] = _Live(request, text)
+        self.scheduler.add(request)
+        return request.request_id
+
+    def abort(self, request_id: int) -> RequestOutput | None:
+        """End a request now and free what it holds; None when it has already ended."""
+        live = self._live.get(request_id)
+        return None if live is None else self._finish(live, "abort")
+
+    def step(self) -> list[RequestUpdate]:
+        """Run one batch; what it added to each request that got a token or ended.
+
+        Raises `KernelRefusedError` when no kernel takes the model: no request is at fault then,
+        and the caller should abort its own.
+        """
+        batch = self.scheduler.schedule()
+        assert batch.chunks or not self.has_work, "work is waiting and nothing can run"
+        results = self._run(batch)
+        self.scheduler.advance(batch)
+        return [self._accept(self._live[request.request_id], got) for request, got in results]
+
+    def _run(self, batch: Batch) -> list[tuple[Request, TokenLogprob | RequestError]]:
+        """Run a batch; when that fails, each of its requests alone, to find the one at fault.
+
+        Running a chunk twice is harmless: it writes the same slots again.
+        """
+        sampling = [chunk.request for chunk in batch.chunks if chunk.samples]
+        try:
+            return list(zip(sampling, self._runner.run(batch), strict=True))
+        except KernelRefusedError:
+            raise
+        except _FAULTS as error:
+            if len(batch.chunks) == 1:
+                fault = RequestError(f"the forward pass failed: {type(error).__name__}: {error}")
+                fault.__cause__ = error
+                return [(batch.chunks[0].request, fault)]
+        alone = (self._run(Batch((chunk,))) for chunk in batch.chunks)
+        return [result for results in alone for result in results]
+
+    def _accept(self, live: _Live, got: TokenLogprob | RequestError) -> RequestUpdate:
+        request = live.request
+        if isinstance(got, RequestError):
+            return self._update(live, [], self._finish(live, "error", error=got))
+        if got.token_id < 0:
+            fault = RequestError(f"the model gave NaN logits after {request.num_tokens} tokens")
+            return self._update(live, [], self._finish(live, "error", error=fault))
+        request.token_ids.append(got.token_id)
+        if request.params.logprobs is not None:
+            request.logprobs.append(got)
+        return self._update(live, [got], self._check_end(live, got.token_id))
+
+    def _check_end(self, live: _Live, token_id: int) -> RequestOutput | None:
+        """The output, when the newest token ends the request."""
+        request, params = live.request, live.request.params
+        if token_id in params.stop_token_ids:
+            return self._finish(live, "stop", stop_reason=token_id)
+        if token_id in self.limits.eos_token_ids and not params.ignore_eos:
+            return self._finish(live, "stop")
+        matched = live.text.push(token_id)
+        if matched is not None:
+            return self._finish(live, "stop", stop_reason=matched)
+        if request.num_output == params.max_tokens or request.num_tokens == request.max_length:
+            return self._finish(live, "length")
+        return None
+
+    def _finish(
+        self,
+        live: _Live,
+        reason: FinishReason,
+        *,
+        stop_reason: str | int | None = None,
+        error: RequestError | None = None,
+    ) -> RequestOutput:
+        request = live.request
+        matched = live.text.finish()
+        if matched is not None and reason == "length":
+            reason, stop_reason = "stop", matched
+        self.scheduler.remove(request)
+        del self._live[request.request_id]
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=request.token_ids[: request.num_prompt],
+            text=live.text.text,
+            token_ids=request.output_token_ids,
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            logprobs=None if request.params.logprobs is None else request.logprobs,
+            error=error,
+        )
+
+    def _update(
+        self, live: _Live, new: list[TokenLogprob], output: RequestOutput | None
+    ) -> RequestUpdate:
+        return RequestUpdate(
+            request_id=live.request.request_id,
+            text=live.text.take(),
+            token_ids=[token.token_id for token in new],
+            logprobs=None if live.request.params.logprobs is None else new,
+            output=output,
+        )
+
+
+def _plain_ids(ids: Collection[object], vocab: int, what: str = "the prompt") -> list[int]:
+    try:
+        plain = [operator.index(item) for item in ids]  # type: ignore[arg-type]
+    except TypeError as error:
+        raise RequestError(f"{what}: expected token ids, whole numbers: {error}") from None
+    unknown = [item for item in plain if not 0 <= item < vocab]
+    if unknown:
+        raise RequestError(
+            f"{what} has unknown token id {unknown[0]}: the vocabulary has 0 to {vocab - 1}"
+        )
+    return plain

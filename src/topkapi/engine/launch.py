@@ -1,0 +1,133 @@
+"""How a loaded model becomes an engine: how large the cache is, and what each part is given.
+
+The one place of the engine that sizes memory. Knows nothing about prompts or text.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from topkapi.attention.backend import NativeSparseAttnBackend
+from topkapi.cache import NSATokenToKVPool, PageAllocator, ReqToTokenPool
+from topkapi.config import BackendOptions, DsaConfig
+from topkapi.engine.engine import Engine, EngineLimits
+from topkapi.engine.runner import Runner
+from topkapi.engine.scheduler import Scheduler, SchedulerLimits
+from topkapi.errors import ConfigError
+
+_FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+# Without a GPU the cache shares the machine with everything else, and its memory is touched when it
+# is made: this much by default, and more only where one request of full length needs it.
+_HOST_CACHE_BYTES = 512 * 2**20
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What a user may choose about the engine; see `LLM` for what each means."""
+
+    kv_cache_dtype: str = "auto"
+    max_tokens_in_cache: int | None = None
+    max_context_len: int | None = None
+    max_batch_tokens: int = 2048
+    max_running_requests: int = 64
+    page_size: int = 64
+    memory_fraction: float = 0.8
+    backend: BackendOptions = field(default_factory=BackendOptions)
+
+    def __post_init__(self) -> None:
+        for name in ("max_tokens_in_cache", "max_context_len"):
+            value = getattr(self, name)
+            if value is not None and value < 2:
+                raise ConfigError(f"{name}: expected None or at least 2, got {value}")
+        if not 0 < self.memory_fraction <= 1:
+            raise ConfigError(f"memory_fraction: expected (0, 1], got {self.memory_fraction}")
+
+
+def make_engine(
+    model: Any,
+    config: DsaConfig,
+    tokenizer: Any,
+    eos: frozenset[int],
+    options: EngineOptions,
+) -> Engine:
+    """Allocate the cache and put scheduler, runner and engine together.
+
+    Raises `ConfigError` when not one page of cache fits, or for a cache format unknown.
+    """
+    scheduling = SchedulerLimits(
+        options.max_batch_tokens, options.max_running_requests, options.page_size
+    )
+    parameter = next(model.parameters())
+    device = parameter.device
+    context = min(config.max_position_embeddings, options.max_context_len or 2**62)
+    cache_format = _cache_format(options.kv_cache_dtype, parameter.dtype)
+    pool = _make_pool(config, cache_format, device, context, options)
+    pages = PageAllocator(pool.num_pages, options.page_size)
+    max_length = min(context, pages.available * options.page_size)
+    rows = ReqToTokenPool(
+        options.max_running_requests, pages.pages_for(max_length) * options.page_size, device
+    )
+    backend = NativeSparseAttnBackend(
+        config,
+        req_to_token_pool=rows,
+        token_to_kv_pool=pool,
+        device=device,
+        options=options.backend,
+    )
+    limits = EngineLimits(int(model.config.vocab_size), max_length, eos)
+    runner = Runner(model, backend, rows, pool)
+    return Engine(runner, Scheduler(scheduling, pages, rows), limits, tokenizer)
+
+
+def eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Every end token that the generation config, the config or the tokenizer names."""
+    found: set[int] = set()
+    for owner in (getattr(model, "generation_config", None), model.config, tokenizer):
+        eos = getattr(owner, "eos_token_id", None)
+        if eos is not None:
+            found.update(eos if isinstance(eos, list | tuple) else [eos])
+    return frozenset(found)
+
+
+def _cache_format(wanted: str, model_dtype: torch.dtype) -> str:
+    if wanted != "auto":
+        return wanted
+    return _FORMATS.get(model_dtype, "bf16")
+
+
+def _make_pool(
+    config: DsaConfig,
+    cache_format: str,
+    device: torch.device,
+    context: int,
+    options: EngineOptions,
+) -> NSATokenToKVPool:
+    """A pool of as many pages as asked for, or as the memory at hand allows (page 0 is extra)."""
+    size = options.page_size
+    pool = NSATokenToKVPool(config, 1, page_size=size, kv_cache_dtype=cache_format, device=device)
+    page_bytes = pool.bytes_per_token() * size
+    pages = -(-(options.max_tokens_in_cache or context * options.max_running_requests) // size)
+    if options.max_tokens_in_cache is None:
+        pages = min(pages, int(_free_bytes(device) * options.memory_fraction) // page_bytes - 1)
+        if device.type != "cuda":
+            pages = min(pages, max(_HOST_CACHE_BYTES // page_bytes, -(-context // size)))
+    if pages < 1:
+        raise ConfigError(
+            f"no memory for the cache: one page of {size} tokens takes {page_bytes} bytes on "
+            f"{device}; free memory, or set max_tokens_in_cache or kv_cache_dtype='fp8'"
+        )
+    pool.grow(pages + 1)
+    return pool
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Memory free on a device, weights being there already; a guess where it cannot be asked."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if "SC_AVPHYS_PAGES" not in getattr(os, "sysconf_names", {}):
+        return 2 * _HOST_CACHE_BYTES
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,308 @@
+"""`topkapi.LLM`: a model by name, and text in, text out.
+
+Loads model and tokenizer, sizes the cache, and drives the engine; turns prompts and conversations
+into token ids. One process, one device, one calling thread.
+
+What is wrong with one request never stops the others: `generate` and `chat` give it an output whose
+`finish_reason` is `error` and whose `error` says why; `stream`, having only one, raises that
+`RequestError`. What is wrong with the call itself (a list of sampling params of another length, no
+chat template) raises `ConfigError`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from jinja2 import TemplateError
+from tqdm import tqdm
+
+from topkapi.config import BackendOptions, DsaConfig
+from topkapi.engine.engine import Engine
+from topkapi.engine.launch import EngineOptions, eos_token_ids, make_engine
+from topkapi.engine.request import (
+    Prompt,
+    RequestOutput,
+    RequestUpdate,
+    SamplingParams,
+)
+from topkapi.errors import ConfigError, RequestError
+from topkapi.models.decoder import install
+from topkapi.models.loading import load_model, load_tokenizer, resolve_model_path
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """A DSA model ready to generate.
+
+    Attributes:
+        config: the model's `DsaConfig`.
+        model: the Transformers model, whose attention now runs on Topkapi and belongs to this LLM.
+        tokenizer: the Transformers tokenizer, or None.
+        device: where the model and its cache are.
+        engine: the engine underneath, for step-by-step use.
+        max_length: tokens that prompt and output of one request may have together.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | Any,
+        *,
+        tokenizer: Any = None,
+        device: str | torch.device = "auto",
+        dtype: str | torch.dtype = "auto",
+        kv_cache_dtype: str = "auto",
+        max_tokens_in_cache: int | None = None,
+        max_context_len: int | None = None,
+        max_batch_tokens: int = 2048,
+        max_running_requests: int = 64,
+        page_size: int = 64,
+        memory_fraction: float = 0.8,
+        backend_options: BackendOptions | None = None,
+        config_overrides: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Load and make ready.
+
+        Args:
+            model: `demo`, a local Hugging Face directory, or a loaded Transformers model (which
+                keeps its own device and dtype, and whose attention this LLM takes over for good;
+                pass its `tokenizer` too, or only token ids work).
+            device: `auto` (the GPU if there is one), `cpu`, `cuda`, `cuda:1`.
+            dtype: `auto` (the checkpoint's), `bf16`, `fp16`, `fp32`.
+            kv_cache_dtype: `auto` (the model's), `bf16`, `fp16`, `fp32`, `fp8`.
+            max_tokens_in_cache: tokens of all running requests together, rounded up to whole
+                pages; None sizes the cache to the memory at hand.
+            max_context_len: bounds prompt and output of a request; None is the model's context.
+            max_batch_tokens: tokens of one step; longer prompts are computed in chunks.
+            max_running_requests: requests computed at once; more of them wait.
+            memory_fraction: share of the free device memory that the cache may take.
+            backend_options: None reads the `TOPKAPI_` environment variables.
+            config_overrides: fields of the model's config to change before loading, such as
+                `{"index_topk": 1024}`.
+
+        Raises `CheckpointError`, `UnsupportedModelError` or `ConfigError`.
+        """
+        options = EngineOptions(
+            kv_cache_dtype=kv_cache_dtype,
+            max_tokens_in_cache=max_tokens_in_cache,
+            max_context_len=max_context_len,
+            max_batch_tokens=max_batch_tokens,
+            max_running_requests=max_running_requests,
+            page_size=page_size,
+            memory_fraction=memory_fraction,
+            backend=BackendOptions.from_environment()
+            if backend_options is None
+            else backend_options,
+        )
+        self.model, self.tokenizer = _load(model, tokenizer, device, dtype, config_overrides)
+        self.config: DsaConfig = install(self.model)
+        self.device = next(self.model.parameters()).device
+        eos = eos_token_ids(self.model, self.tokenizer)
+        self.engine: Engine = make_engine(self.model, self.config, self.tokenizer, eos, options)
+        self._inboxes: dict[int, deque[RequestUpdate]] = {}
+
+    @property
+    def max_length(self) -> int:
+        return self.engine.limits.max_length
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete each prompt: a text, or token ids as they are. Outputs are in prompts' order.
+
+        `sampling_params` is one for all or one for each. A bad prompt gets an output with
+        `finish_reason="error"`; the others finish.
+        """
+        wanted = _as_prompts(prompts)
+        return self._complete(wanted, _one_each(sampling_params, len(wanted)), use_tqdm)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or each of several: always a list, one output a conversation.
+
+        A message is `{"role": ..., "content": ...}`; the tokenizer's chat template lays them out.
+        """
+        several = bool(messages) and not isinstance(messages[0], Mapping)
+        conversations = cast("list[Messages]", list(messages) if several else [messages])
+        if not messages:
+            conversations = []
+        prompts: list[Prompt | RequestError] = []
+        for conversation in conversations:
+            try:
+                prompts.append(self.encode_chat(conversation))
+            except RequestError as error:
+                prompts.append(error)
+        return self._complete(prompts, _one_each(sampling_params, len(prompts)), use_tqdm)
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Iterator[RequestUpdate]:
+        """Complete one prompt and yield what every step adds; the last update has the output.
+
+        Other requests of this engine move on in the same steps. Closing the iterator ends the
+        request. Raises `RequestError` at once for a bad prompt, and later if the request fails.
+        """
+        params = SamplingParams() if sampling_params is None else sampling_params
+        ids = self.engine.check(self._encode(prompt), params)
+        return self._stream(ids, params, prompt if isinstance(prompt, str) else None)
+
+    def encode_chat(self, messages: Messages) -> list[int]:
+        """Token ids of a conversation through the tokenizer's chat template, ready to be answered.
+
+        Raises `ConfigError` without a template, `RequestError` for messages it does not take.
+        """
+        if self.tokenizer is None or not self.tokenizer.chat_template:
+            raise ConfigError(
+                "chat: this model's tokenizer has no chat template; use generate with the "
+                "conversation laid out as the model expects it"
+            )
+        if not messages:
+            raise RequestError("the conversation is empty: expected at least one message")
+        try:
+            text = self.tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            )
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise RequestError(f"the chat template refuses these messages: {error}") from error
+        return self._tokenize(text, add_special_tokens=False)
+
+    def _encode(self, prompt: Prompt) -> Sequence[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        if self.tokenizer is None:
+            raise RequestError("the prompt is text, but the model has no tokenizer: pass token ids")
+        if not prompt:
+            raise RequestError("the prompt is empty: expected at least one character")
+        return self._tokenize(prompt, add_special_tokens=True)
+
+    def _tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        try:
+            ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+        except (TypeError, ValueError) as error:
+            raise RequestError(f"the tokenizer refuses this text: {error}") from error
+        return cast("list[int]", ids)
+
+    def _complete(
+        self,
+        prompts: Sequence[Prompt | RequestError],
+        params: Sequence[SamplingParams],
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        """Run all to the end. Whatever interrupts it, no request of this call is left behind."""
+        outputs: dict[int, RequestOutput] = {}
+        order: list[int] = []
+        pending: set[int] = set()
+        try:
+            for prompt, choice in zip(prompts, params, strict=True):
+                admitted = self._admit(prompt, choice)
+                if isinstance(admitted, RequestOutput):
+                    outputs[admitted.request_id] = admitted
+                    order.append(admitted.request_id)
+                else:
+                    pending.add(admitted)
+                    order.append(admitted)
+            with tqdm(total=len(order), disable=not use_tqdm, unit="request") as bar:
+                bar.update(len(outputs))
+                while pending:
+                    for update in self._advance():
+                        if update.output is not None and update.request_id in pending:
+                            pending.remove(update.request_id)
+                            outputs[update.request_id] = update.output
+                            bar.update()
+        finally:
+            for request_id in pending:
+                self.engine.abort(request_id)
+        return [outputs[request_id] for request_id in order]
+
+    def _admit(self, prompt: Prompt | RequestError, params: SamplingParams) -> int | RequestOutput:
+        """Queue a prompt and return its id, or the output that says why it cannot run."""
+        text = prompt if isinstance(prompt, str) else None
+        try:
+            if isinstance(prompt, RequestError):
+                raise prompt
+            return self.engine.add(self._encode(prompt), params, text)
+        except RequestError as error:
+            return RequestOutput(self.engine.new_id(), text, [], "", [], "error", error=error)
+
+    def _stream(
+        self, ids: list[int], params: SamplingParams, text: str | None
+    ) -> Iterator[RequestUpdate]:
+        request_id = self.engine.add(ids, params, text)
+        inbox = self._inboxes[request_id] = deque()
+        try:
+            while True:
+                while not inbox:
+                    self._advance()
+                update = inbox.popleft()
+                if update.output is not None and update.output.error is not None:
+                    raise update.output.error
+                yield update
+                if update.output is not None:
+                    return
+        finally:
+            del self._inboxes[request_id]
+            self.engine.abort(request_id)
+
+    def _advance(self) -> list[RequestUpdate]:
+        """One step; streams that are not being read right now find their updates later."""
+        updates = self.engine.step()
+        for update in updates:
+            if update.request_id in self._inboxes:
+                self._inboxes[update.request_id].append(update)
+        return updates
+
+
+def _load(
+    model: str | Path | Any,
+    tokenizer: Any,
+    device: str | torch.device,
+    dtype: str | torch.dtype,
+    config_overrides: Mapping[str, Any] | None,
+) -> tuple[Any, Any]:
+    if not isinstance(model, str | Path):
+        if device != "auto" or dtype != "auto" or config_overrides:
+            raise ConfigError(
+                "a loaded model keeps its device, dtype and config: leave device, dtype and "
+                "config_overrides out, or pass a path"
+            )
+        return model.eval(), tokenizer
+    path = resolve_model_path(model)
+    # A checkpoint may come without a tokenizer: it then takes token ids only.
+    if tokenizer is None and any(path.glob("tokenizer*")):
+        tokenizer = load_tokenizer(path)
+    return load_model(path, dtype, device, config_overrides=config_overrides), tokenizer
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt (a text, or a list that holds a number) or several, as a list of prompts."""
+    if isinstance(prompts, str):
+        return [prompts]
+    items = list(prompts)
+    if items and not any(isinstance(item, str | Sequence) for item in items):
+        return [cast("list[int]", items)]
+    return cast("list[Prompt]", items)
+
+
+def _one_each(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    params = SamplingParams() if params is None else params
+    several = [params] * count if isinstance(params, SamplingParams) else list(params)
+    if len(several) != count or not all(isinstance(item, SamplingParams) for item in several):
+        raise ConfigError(
+            f"sampling_params: expected one SamplingParams, or a list of {count}, got {params!r}"
+        )
+    return several

@@ -1,0 +1,87 @@
+"""A request that goes wrong while it runs ends alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.test_scheduler import Source
+from topkapi.engine.engine import Engine, EngineLimits
+from topkapi.engine.request import RequestOutput, SamplingParams, TokenLogprob
+from topkapi.engine.scheduler import Batch, Scheduler, SchedulerLimits
+from topkapi.errors import KernelRefusedError, RequestError
+
+BAD = 12
+
+
+class Countdown:
+    """A model whose next token is the last one minus 1; given token 12 it raises `fault`, or gives
+    NaN logits where that is None.
+    """
+
+    def __init__(self, fault: Exception | None) -> None:
+        self.fault = fault
+
+    def run(self, batch: Batch) -> list[TokenLogprob]:
+        last = [chunk.request.token_ids[-1] for chunk in batch.chunks]
+        if BAD in last and self.fault is not None:
+            raise self.fault
+        return [
+            TokenLogprob(-1 if token == BAD else token - 1, 0.0, {})
+            for chunk, token in zip(batch.chunks, last, strict=True)
+            if chunk.samples
+        ]
+
+
+def make(fault: Exception | None = None) -> tuple[Engine, Source]:
+    pages = Source(20)
+    scheduler = Scheduler(SchedulerLimits(16, 8, 4), pages, Source(8))
+    return Engine(Countdown(fault), scheduler, EngineLimits(100, 40, frozenset({0}))), pages
+
+
+def drain(engine: Engine) -> dict[int, RequestOutput]:
+    outputs = {}
+    for _ in range(200):
+        if not engine.has_work:
+            break
+        for update in engine.step():
+            if update.output is not None:
+                outputs[update.request_id] = update.output
+    return outputs
+
+
+@pytest.mark.parametrize(("fault", "word"), [(None, "NaN"), (RuntimeError("no memory"), "memory")])
+def test_only_the_request_at_fault_ends_with_an_error(fault: Exception | None, word: str) -> None:
+    engine, pages = make(fault)
+    starts = [5, BAD, 7, BAD + 3, 30]  # three of them meet the bad token on their way down
+    ids = [engine.add([50] * 5 + [start], SamplingParams()) for start in starts]
+    outputs = drain(engine)
+    for request_id, start in zip(ids, starts, strict=True):
+        output = outputs[request_id]
+        if start < BAD:
+            assert output.finish_reason == "stop"
+            assert output.token_ids == list(range(start - 1, -1, -1))
+        else:
+            assert output.finish_reason == "error"
+            assert isinstance(output.error, RequestError)
+            assert word in str(output.error)
+            assert output.token_ids == list(range(start - 1, BAD - 1, -1))
+    assert pages.available == 20
+
+
+def test_a_refusing_kernel_is_nobodys_fault() -> None:
+    engine, pages = make(KernelRefusedError("no kernel"))
+    ids = [engine.add([5], SamplingParams()), engine.add([BAD], SamplingParams())]
+    with pytest.raises(KernelRefusedError):
+        engine.step()
+    for request_id in ids:
+        output = engine.abort(request_id)
+        assert output is not None
+        assert output.finish_reason == "abort"
+    assert engine.abort(ids[0]) is None
+    assert pages.available == 20
+
+
+def test_stop_strings_need_a_tokenizer() -> None:
+    engine, _ = make()
+    with pytest.raises(RequestError, match="no tokenizer"):
+        engine.add([5], SamplingParams(stop="a"))

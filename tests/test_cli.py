@@ -1,0 +1,200 @@
+"""The `topkapi` command: answers on stdout, the rest on stderr, one line for what goes wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import topkapi
+from engine.conftest import make_model, make_tokenizer
+from topkapi.cli import app
+from topkapi.engine.llm import LLM
+from topkapi.engine.request import SamplingParams
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("cli")
+    tokenizer = make_tokenizer()
+    make_model(len(tokenizer)).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def run(*arguments: str, **options: Any) -> Any:
+    return CliRunner().invoke(app, list(arguments), **options)
+
+
+def answer_of(tiny: Path, prompt: str, **choices: Any) -> str:
+    llm = LLM(tiny, device="cpu")
+    [output] = llm.generate([prompt], SamplingParams(max_tokens=6, **choices), use_tqdm=False)
+    return output.text + "\n"
+
+
+def common(tiny: Path) -> list[str]:
+    return ["--model", str(tiny), "--max-tokens", "6", "--device", "cpu"]
+
+
+def test_version_is_the_packages() -> None:
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert topkapi.__version__ == declared
+    assert run("--version").stdout == f"topkapi {declared}\n"
+
+
+def test_generate_streams_the_answer_to_stdout(tiny: Path) -> None:
+    result = run("generate", *common(tiny), "the question")
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout == answer_of(tiny, "the question", temperature=0)
+    assert "6 tokens in" in result.stderr
+
+
+def test_generate_samples_with_a_seed_and_reads_stdin(tiny: Path) -> None:
+    options = ["--temperature", "1.5", "--seed", "3", "--top-p", "0.9", "--top-k", "50"]
+    result = run("generate", *common(tiny), *options, input="the question")
+    choices = {"temperature": 1.5, "seed": 3, "top_p": 0.9, "top_k": 50}
+    assert result.stdout == answer_of(tiny, "the question", **choices)
+
+
+def test_a_context_file_goes_before_the_question(tiny: Path, tmp_path: Path) -> None:
+    file = tmp_path / "context.txt"
+    file.write_text("für die Größe\n", encoding="utf-8")
+    result = run("generate", *common(tiny), "--context", str(file), "why?")
+    prompt = "<user>für die Größe\n\nwhy?<assistant>"
+    assert result.stdout == answer_of(tiny, prompt, temperature=0)
+
+
+def test_chat_keeps_the_conversation(tiny: Path, tmp_path: Path) -> None:
+    file = tmp_path / "context.txt"
+    file.write_text("a file", encoding="utf-8")
+    lines = "\none?\ntwo?\n/reset\none?\n/quit\nnever\n"
+    result = run("chat", *common(tiny), "--context", str(file), input=lines)
+    assert result.exit_code == 0, result.stderr
+    first = answer_of(tiny, "<user>a file\n\none?<assistant>", temperature=0)
+    history = f"<user>a file\n\none?<assistant>{first[:-1]}<user>two?<assistant>"
+    assert result.stdout == first + answer_of(tiny, history, temperature=0) + first
+
+
+def test_chat_survives_a_question_that_does_not_fit(tiny: Path) -> None:
+    result = run("chat", *common(tiny), input=f"{'x' * 300}\nhi\n")
+    assert result.exit_code == 0
+    assert "error: the prompt has" in result.stderr
+    assert result.stdout == answer_of(tiny, "<user>hi<assistant>", temperature=0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "word"),
+    [
+        (["generate", "--model", "/nowhere", "x"], 1, "/nowhere"),
+        (["generate", "--temperature", "-1", "x"], 1, "temperature"),
+        (["generate", "--device", "abacus", "--model", "TINY", "x"], 1, "abacus"),
+        (["generate", "--model", "TINY", "--dtype", "int3", "x"], 1, "int3"),
+        (["generate", "--model", "TINY", "--device", "cpu", ""], 1, "empty"),
+        (["generate", "--context", "/nowhere", "x"], 2, "/nowhere"),
+        (["generate", "--max-tokens", "many", "x"], 2, "max-tokens"),
+        (["inspect", "/nowhere"], 1, "/nowhere"),
+        (["doctor", "--cache-format", "abacus"], 1, "abacus"),
+        (["frobnicate"], 2, "frobnicate"),
+    ],
+    ids=lambda value: " ".join(value[:3]) if isinstance(value, list) else "",
+)
+def test_errors_are_one_line(tiny: Path, arguments: list[str], code: int, word: str) -> None:
+    result = run(*(str(tiny) if item == "TINY" else item for item in arguments))
+    assert result.exit_code == code, result.output
+    assert word in result.stderr
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    if code == 1:
+        lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+        assert len(lines) == 1
+
+
+def test_a_prompt_file_that_is_not_text(tiny: Path, tmp_path: Path) -> None:
+    file = tmp_path / "context.bin"
+    file.write_bytes(b"\xff\xfe\x00")
+    result = run("generate", *common(tiny), "--context", str(file), "why?")
+    assert result.exit_code == 2
+    assert "--context" in result.stderr
+
+
+def test_inspect(tiny: Path) -> None:
+    result = run("inspect", str(tiny), "--json")
+    summary = json.loads(result.stdout)
+    model = make_model(290)
+    assert summary["parameters"] == sum(item.numel() for item in model.state_dict().values())
+    assert summary["config"]["index_topk"] == model.config.index_topk
+    assert summary["cache_bytes"]["fp32"] == 2 * (16 + 8 + 12) * 4
+    shown = run("inspect", str(tiny)).stdout
+    assert "deepseek_v32" in shown
+    assert f"{summary['parameters']:,}" in shown
+
+
+def test_doctor() -> None:
+    report = json.loads(run("doctor", "--json", "--device", "cpu").stdout)
+    assert report["versions"]["torch"]
+    assert set(report["kernels"]) == set(topkapi.ops.__all__)
+    for verdicts in report["kernels"].values():
+        assert any(verdict["kernel"] == "torch" and not verdict["reason"] for verdict in verdicts)
+    shown = run("doctor", "--device", "cpu").stdout
+    assert "sparse_mla" in shown
+    assert "torch" in shown
+
+
+def test_bench_is_delegated() -> None:
+    result = run("bench", "--help")
+    assert result.exit_code == 0
+    assert "demo-recall" in result.stdout
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "topkapi.cli", *arguments]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+
+
+def test_closed_stdin_ends_chat_cleanly(tiny: Path) -> None:
+    """A real process, whose standard input does not exist."""
+    process = subprocess.run(
+        ["sh", "-c", 'exec "$@" <&-', "sh", *command("chat", *common(tiny))],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        check=False,
+        timeout=120,
+    )
+    assert (process.returncode, process.stdout) == (0, "")
+    assert "Traceback" not in process.stderr
+
+
+def test_interrupt_ends_chat_cleanly(tiny: Path) -> None:
+    with subprocess.Popen(
+        command("chat", *common(tiny)),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write("hello\n")
+        process.stdin.flush()
+        assert process.stdout.readline()
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
