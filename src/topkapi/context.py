@@ -58,6 +58,8 @@ class Context:
         Plain torch on the tensors' own device; safe inside capture. Positions are trusted to be
         inside the row's context.
         """
+        if self.num_requests == 0:
+            return torch.full_like(positions, -1, dtype=torch.int32)
         request = self.request_of_row.long()[:, None]
         if self.table is None:
             assert self.starts is not None, "a Context has a table or starts"
