@@ -171,6 +171,7 @@ class LayerForward:
             and not options.deterministic
             and batch.forward_mode is ForwardMode.EXTEND
             and not any(batch.extend_prefix_lens_cpu or [1])
+            and bool(self.metadata.nsa_extend_seq_lens_list)
             and self.metadata.selects_everything
         )
 
@@ -196,7 +197,8 @@ class LayerForward:
                 f"layer {layer.layer_id}: the dense path needs w_kc and w_vc, and takes neither "
                 "sinks nor a logit cap"
             )
-        self._save(layer, batch, k, k_rope)
+        if save_kv_cache:
+            self._save(layer, batch, k, k_rope)
         lens = self.metadata.nsa_extend_seq_lens_list
         latent, rope = k.flatten(1), k_rope.flatten(1)
         out = dense_attention(q, latent, rope, layer.w_kc, layer.w_vc, lens, scale=layer.scaling)
