@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.conftest import CONTEXT, free_pages, make_llm, make_model
+from peers.tiny_models import BY_NAME
 from topkapi.engine.llm import LLM
 from topkapi.engine.request import RequestOutput, SamplingParams
-from topkapi.errors import ConfigError, RequestError
+from topkapi.errors import ConfigError, KernelRefusedError, RequestError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 VOCAB = 290
@@ -247,6 +249,41 @@ class TestErrors:
         monkeypatch.setattr(llm.engine, "step", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+
+    def test_a_failed_step_harms_no_other_request(
+        self, llm: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A step is lost at every place of an answer; the stream beside it does not notice."""
+        runner = llm.engine._runner
+        run = runner.run
+
+        def refuse(batch: Any) -> Any:
+            raise KernelRefusedError("not now")
+
+        stream, got = llm.stream(PROMPTS[2], GREEDY), []
+        for _ in range(12):
+            with monkeypatch.context() as patch:
+                patch.setattr(runner, "run", refuse)
+                with pytest.raises(KernelRefusedError):
+                    llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False)
+            assert runner.run == run
+            got += next(stream).token_ids
+        assert next(stream, None) is None
+        assert got == expected[2]
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32_yarn", "glm_full", "glm_shared", "axk2"])
+def test_every_family_equals_transformers(name: str) -> None:
+    model = BY_NAME[name].build()
+    with torch.no_grad():
+        # Padding's embedding is 0, so that all of its indexer scores tie; the models generate it.
+        model.model.embed_tokens.weight[0] = model.model.embed_tokens.weight[3:6].mean(0)
+    theirs = copy.deepcopy(model)
+    prompts = [[id_ % 90 + 3 for id_ in prompt] for prompt in PROMPTS[3:8]]
+    outputs = LLM(model, page_size=8, max_batch_tokens=64).generate(prompts, GREEDY, use_tqdm=False)
+    for prompt, answer in zip(prompts, tokens(outputs), strict=True):
+        whole = theirs.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)
+        assert whole[0, len(prompt) :].tolist() == answer
 
 
 class TestCache:

@@ -105,6 +105,15 @@ def test_new_pages_are_named_once() -> None:
     assert len(named) == len(set(named)) == 7
 
 
+def test_pages_of_a_step_that_failed_are_named_again() -> None:
+    scheduler, *_ = make(pages=20)
+    scheduler.add(request(0, 20))
+    failed = scheduler.schedule()
+    again = scheduler.schedule()
+    assert again == failed
+    assert len(again.chunks[0].new_pages) == 5
+
+
 def test_admission_waits_for_space_and_keeps_order() -> None:
     scheduler, pages, _ = make(pages=6)
     for number, prompt in enumerate([12, 16, 1]):

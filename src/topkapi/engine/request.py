@@ -162,8 +162,8 @@ class Request:
     """One prompt under way.
 
     `token_ids` holds prompt and output together; the first `num_computed` of them are in the cache,
-    in `pages` (in order of position), mapped by row `row` of the request-to-token table.
-    `max_length` bounds `len(token_ids)`.
+    in `pages` (in order of position). Row `row` of the request-to-token table names the slots of
+    the first `num_mapped` pages. `max_length` bounds `len(token_ids)`.
     """
 
     request_id: int
@@ -176,6 +176,7 @@ class Request:
     num_computed: int = 0
     pages: list[int] = field(default_factory=list)
     row: int | None = None
+    num_mapped: int = 0
     logprobs: list[TokenLogprob] = field(default_factory=list)
 
     def __post_init__(self) -> None:

@@ -70,8 +70,8 @@ class SchedulerLimits:
 class Chunk:
     """Tokens `start : start + length` of one request, to be computed in this step.
 
-    `new_pages` were allocated since the request's last chunk; they follow the `first_new_page`
-    pages it had. `samples` says that the chunk reaches the request's last token, so that the next
+    `new_pages` are the pages that no finished step has mapped yet; `first_new_page` pages come
+    before them. `samples` says that the chunk reaches the request's last token, so that the next
     one is sampled from it.
     """
 
@@ -143,7 +143,7 @@ class Scheduler:
                     budget -= 1
         for request in self.running:
             if budget and not _decodes(request):
-                chunks.append(_prefill(request, budget, first_new_page=len(request.pages)))
+                chunks.append(_chunk(request, budget))
                 budget -= chunks[-1].length
         while budget and self.num_preemptions == preemptions and self._can_admit():
             chunks.append(self._admit(budget))
@@ -151,22 +151,23 @@ class Scheduler:
         return Batch(tuple(chunks))
 
     def advance(self, batch: Batch) -> None:
-        """Note that every chunk of `batch` is in the cache. Call before appending new tokens."""
+        """Note that every chunk of `batch` is in the cache, its pages mapped. Call before appending
+        new tokens. A step that failed is not noted: its chunks come again.
+        """
         for chunk in batch.chunks:
             chunk.request.num_computed = chunk.start + chunk.length
+            chunk.request.num_mapped = chunk.first_new_page + len(chunk.new_pages)
 
     def _decode(self, request: Request) -> Chunk | None:
         """One more token for a request, or None when it had to be preempted itself."""
-        first = len(request.pages)
-        missing = max(self._pages_for(request.num_tokens) - first, 0)
+        missing = max(self._pages_for(request.num_tokens) - len(request.pages), 0)
         while missing > self._pages.available:
             youngest = self.running[-1]
             self._preempt(youngest)
             if youngest is request:
                 return None
-        new_pages = self._pages.alloc(missing) if missing else []
-        request.pages.extend(new_pages)
-        return Chunk(request, request.num_computed, 1, first, tuple(new_pages))
+        request.pages.extend(self._pages.alloc(missing))
+        return _chunk(request, 1)
 
     def _can_admit(self) -> bool:
         if not self.waiting or len(self.running) >= self.limits.max_running_requests:
@@ -179,7 +180,7 @@ class Scheduler:
         request.pages = self._pages.alloc(self._pages_for(request.num_tokens))
         [request.row] = self._rows.alloc(1)
         self.running.append(request)
-        return _prefill(request, budget, first_new_page=0)
+        return _chunk(request, budget)
 
     def _preempt(self, request: Request) -> None:
         self.num_preemptions += 1
@@ -193,7 +194,7 @@ class Scheduler:
             self._pages.free(request.pages)
         if request.row is not None:
             self._rows.free([request.row])
-        request.pages, request.row = [], None
+        request.pages, request.row, request.num_mapped = [], None, 0
 
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.limits.page_size)
@@ -203,7 +204,7 @@ def _decodes(request: Request) -> bool:
     return request.num_tokens - request.num_computed == 1 and request.num_computed > 0
 
 
-def _prefill(request: Request, budget: int, *, first_new_page: int) -> Chunk:
+def _chunk(request: Request, budget: int) -> Chunk:
     length = min(request.num_tokens - request.num_computed, budget)
-    new_pages = tuple(request.pages[first_new_page:])
-    return Chunk(request, request.num_computed, length, first_new_page, new_pages)
+    new_pages = tuple(request.pages[request.num_mapped :])
+    return Chunk(request, request.num_computed, length, request.num_mapped, new_pages)
