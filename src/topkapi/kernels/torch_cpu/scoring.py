@@ -4,9 +4,9 @@
 block of 512 keys is read once and multiplied with tiles of the request's query rows, so that the
 `[rows, heads, 512]` scores of a tile stay in the processor's cache.
 
-Every matrix product has 512 columns and at least 16 rows, padded if need be, because a BLAS
-library changes its order of summation only for thinner shapes. A logit's bits then do not depend on
-the batch, the chunk or the block that its row is in (`tests/kernels/torch_cpu` holds this for MKL).
+Every matrix product has whole 512s of columns and at least 16 rows, padded if need be: a BLAS
+library changes its order of summation only for thinner shapes. A logit's bits then do not depend
+on the batch, the chunk or the block of its row (`tests/kernels/torch_cpu` holds this for MKL).
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from dataclasses import dataclass
 import torch
 
 from topkapi.context import Context
-from topkapi.layout.index_key import fp8_page_views
+from topkapi.kernels.torch_cpu.fp8 import read_index_keys
 from topkapi.reference.indexer import context_slots
 
 BLOCK_POSITIONS = 512
 _TILE_SCORES = 512
 _LEAST_SCORES = 16
+_FEW_SCORES = 128
 
 
 @dataclass(frozen=True)
@@ -77,44 +78,50 @@ def score_rows(
     -inf where a row does not see the position. Tiles of rows none of which is longer than
     `skip_below` are left at -inf, unscored.
     """
-    logits.fill_(float("-inf"))
     count, width = logits.shape
-    index_dim = q.shape[2]
-    scores = torch.empty(
-        _tile_rows(q.shape[1]) * q.shape[1], BLOCK_POSITIONS, dtype=torch.float32, device=q.device
+    logits[max(rows.bounds[-1] - first, 0) :].fill_(float("-inf"))
+    scratch = torch.empty(
+        max(_tile_rows(q.shape[1]) * q.shape[1], _TILE_SCORES) * BLOCK_POSITIONS,
+        dtype=torch.float32,
+        device=q.device,
     )
     for request, begin, end in rows.spans(first, first + count):
-        longest = max(rows.lengths[begin:end])
-        if longest <= max(start, skip_below):
+        tiles = []
+        for tile in _tiles(q, weights, rows, begin, end):
+            scored = tile.longest - start if tile.longest > max(start, skip_below) else 0
+            logits[tile.first - first : tile.last - first, scored:].fill_(float("-inf"))
+            if scored:
+                tiles.append(tile)
+        if not tiles:
             continue
-        tiles = [
-            tile
-            for tile in _tiles(q, weights, rows, begin, end)
-            if tile.longest > max(start, skip_below)
-        ]
-        stop = min(longest, start + width)
-        for at, keys, scales in _key_blocks(index_cache, context, request, start, stop, index_dim):
-            columns = slice(at - start, min(at + BLOCK_POSITIONS, stop) - start)
+        stop = min(max(tile.longest for tile in tiles), start + width)
+        few = max(tile.q.shape[0] for tile in tiles) <= _FEW_SCORES
+        size = BLOCK_POSITIONS * (_TILE_SCORES // _FEW_SCORES if few else 1)
+        blocks = _key_blocks(index_cache, context, request, start, stop, q.shape[2], size)
+        for at, keys, scales in blocks:
+            end_column = min(at + keys.shape[0], stop)
             for tile in tiles:
                 if tile.longest <= at:
                     continue
-                block = _score_tile(tile, keys, scales, scores)[:, : columns.stop - columns.start]
-                if tile.shortest < start + columns.stop:
-                    position = torch.arange(at, start + columns.stop, device=q.device)
+                block = _score_tile(tile, keys, scales, scratch)[:, : end_column - at]
+                if tile.shortest < end_column:
+                    position = torch.arange(at, end_column, device=q.device)
                     outside = position >= context.lengths[tile.first : tile.last, None]
                     block.masked_fill_(outside, float("-inf"))
-                logits[tile.first - first : tile.last - first, columns] = block
+                lines = slice(tile.first - first, tile.last - first)
+                logits[lines, at - start : end_column - start] = block
 
 
 def _score_tile(
-    tile: _Tile, keys: torch.Tensor, scales: torch.Tensor | None, scores: torch.Tensor
+    tile: _Tile, keys: torch.Tensor, scales: torch.Tensor | None, scratch: torch.Tensor
 ) -> torch.Tensor:
-    """Logits `[n, 512]` of a tile against `keys [512, Di]`; `scores` is scratch memory."""
+    """Logits `[n, N]` of a tile against `keys [N, Di]`."""
     padded_rows, _, heads = tile.weights.shape
-    scores = scores[: tile.q.shape[0]]
+    shape = padded_rows * heads, keys.shape[0]
+    scores = scratch[: shape[0] * shape[1]].view(shape)
     torch.mm(tile.q, keys.t(), out=scores)
     scores.relu_()
-    logits = torch.bmm(tile.weights, scores.view(padded_rows, heads, BLOCK_POSITIONS))[:, 0]
+    logits = torch.bmm(tile.weights, scores.view(padded_rows, heads, -1))[:, 0]
     logits = logits[: tile.last - tile.first]
     return logits if scales is None else logits.mul_(scales)
 
@@ -150,39 +157,38 @@ def _tiles(
 
 
 def _key_blocks(
-    index_cache: torch.Tensor, context: Context, request: int, start: int, stop: int, dim: int
+    index_cache: torch.Tensor,
+    context: Context,
+    request: int,
+    start: int,
+    stop: int,
+    dim: int,
+    size: int,
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
-    """`(first position, keys [512, Di] fp32, scales [512] fp32 or None)` for `start:stop`.
+    """`(first position, keys [N, Di] fp32, scales [N] fp32 or None)` for `start:stop`.
 
-    The last block is filled up with its last key. Keys in consecutive slots of an fp32 cache are
-    not copied.
+    N is `size`, or less for the last block, but a multiple of 512: it is filled up with slots that
+    follow the last one, whatever they hold, so that runs of slots stay runs. Keys in consecutive
+    slots of an fp32 cache are not copied, and fp8 pages are copied whole.
     """
     slots = context_slots(context, request, stop)[start:].long()
+    quantised = index_cache.dtype == torch.uint8
     missing = -slots.shape[0] % BLOCK_POSITIONS
     if missing:
-        slots = torch.cat((slots, slots[-1:].expand(missing)))
-    grid = slots.view(-1, BLOCK_POSITIONS)
-    if index_cache.dtype == torch.uint8:
-        page_size = index_cache.shape[1] // (dim + 4)
-        keys, scales = fp8_page_views(index_cache, dim, page_size)
-        table = _e4m3_values(index_cache.device)
-        for block, block_slots in enumerate(grid):
-            page, offset = block_slots // page_size, block_slots % page_size
-            codes = keys.view(torch.uint8)[page, offset]
-            values = table.index_select(0, codes.view(-1).int()).view(BLOCK_POSITIONS, dim)
-            yield start + block * BLOCK_POSITIONS, values, scales[page, offset]
-        return
-    ramp = torch.arange(BLOCK_POSITIONS, device=slots.device)
-    consecutive = (grid == grid[:, :1] + ramp).all(1).tolist()
-    for block, first in enumerate(grid[:, 0].tolist()):
-        if consecutive[block]:
-            values = index_cache[first : first + BLOCK_POSITIONS]
+        ramp = torch.arange(1, missing + 1, device=slots.device)
+        if quantised:
+            page_size = index_cache.shape[1] // (dim + 4)
+            page, offset = slots[-1] // page_size, slots[-1] % page_size
+            filling = page * page_size + (offset + ramp) % page_size
         else:
-            values = index_cache.index_select(0, grid[block])
-        yield start + block * BLOCK_POSITIONS, values.float(), None
-
-
-def _e4m3_values(device: torch.device) -> torch.Tensor:
-    """All 256 e4m3 values `[256]` fp32 by their code: a lookup is faster than torch's cast."""
-    codes = torch.arange(256, dtype=torch.uint8, device=device)
-    return codes.view(torch.float8_e4m3fn).float()
+            filling = (slots[-1] + ramp).clamp_max_(index_cache.shape[0] - 1)
+        slots = torch.cat((slots, filling))
+    for at in range(0, slots.shape[0], size):
+        block = slots[at : at + size]
+        if quantised:
+            keys, scales = read_index_keys(index_cache, block, dim)
+            yield start + at, keys, scales
+        elif bool((block.diff() == 1).all()):
+            yield start + at, index_cache.narrow(0, int(block[0]), block.shape[0]).float(), None
+        else:
+            yield start + at, index_cache.index_select(0, block).float(), None

@@ -15,6 +15,11 @@ from topkapi.dispatch import Kernel, Problem
 from topkapi.kernels.torch_cpu.scoring import BLOCK_POSITIONS, Rows, score_rows
 from topkapi.kernels.torch_cpu.topk import BYTES_PER_VALUE, all_positions, highest
 
+# A group is no larger than what is worth it: its logits are ranked while they are in cache, and the
+# keys are read once a group.
+_GROUP_VALUES = 2**21
+_GROUP_ROWS = 128
+
 
 def indexer_logits(
     q: torch.Tensor, weights: torch.Tensor, index_cache: torch.Tensor, context: Context
@@ -44,10 +49,11 @@ def select(
         positions = torch.empty(count, k, dtype=torch.int32, device=q.device)
         longest = max(rows.lengths, default=0)
         step, window = _blocks(count, longest, k, q.shape[1] * q.shape[2], budget_bytes)
+        buffer = torch.empty(step * min(window, longest), dtype=torch.float32, device=q.device)
         for first in range(0, count, step):
             last = min(first + step, count)
             positions[first:last] = _select_group(
-                q, weights, index_cache, context, rows, first, last, k, window
+                q, weights, index_cache, context, rows, first, last, k, buffer, window
             )
     return positions if output == "positions" else context.slots(positions)
 
@@ -62,7 +68,8 @@ def _blocks(rows: int, longest: int, k: int, query_size: int, budget: int) -> tu
     fitting = budget // BYTES_PER_VALUE // BLOCK_POSITIONS * BLOCK_POSITIONS
     window = max(least, min(whole, fitting))
     row_bytes = BYTES_PER_VALUE * (window + 4 * k) + 4 * query_size
-    return max(1, min(rows, budget // row_bytes)), window
+    most = max(_GROUP_VALUES // window, _GROUP_ROWS)
+    return max(1, min(rows, most, budget // row_bytes)), window
 
 
 def _select_group(
@@ -74,6 +81,7 @@ def _select_group(
     first: int,
     last: int,
     k: int,
+    buffer: torch.Tensor,
     window: int,
 ) -> torch.Tensor:
     """Positions `[last - first, k]` int32 of one group of rows."""
@@ -83,9 +91,9 @@ def _select_group(
         return all_positions(lengths, k)
     negative = float("-inf")
     best: tuple[torch.Tensor, torch.Tensor] | None = None
-    buffer = torch.empty(last - first, min(window, longest), dtype=torch.float32, device=q.device)
     for start in range(0, longest, window):
-        logits = buffer[:, : longest - start]
+        width = min(window, longest - start)
+        logits = buffer[: (last - first) * width].view(last - first, width)
         score_rows(q, weights, index_cache, context, rows, first, start, logits, skip_below=k)
         torch.nan_to_num_(logits, nan=negative, posinf=float("inf"), neginf=negative)
         seen = (lengths - start).clamp(0, logits.shape[1])

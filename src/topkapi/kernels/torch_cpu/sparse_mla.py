@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 
 from topkapi.dispatch import Kernel, Problem
-from topkapi.reference.records import dequantize_latent
+from topkapi.kernels.torch_cpu.fp8 import dequantize_latent_into
 
-_GATHERED_BYTES = 2**20
+_GATHERED_BYTES = 5 * 2**18
 
 
 def sparse_mla(
@@ -33,78 +33,96 @@ def sparse_mla(
     lse = torch.empty(rows, heads, dtype=torch.float32, device=q.device)
     if slots.shape[1] % 2 or slots.shape[1] == 0:
         slots = torch.nn.functional.pad(slots, (0, 2 - slots.shape[1] % 2), value=-1)
-    k = slots.shape[1]
-    wanted = _GATHERED_BYTES if q.device.type == "cpu" else budget_bytes // 4
-    row_bytes = 4 * (k * width + 2 * k * heads + 4 * heads * width)
-    step = max(1, min(rows, min(wanted, budget_bytes // 4) // row_bytes))
-    scratch = torch.empty(2 * step, k // 2, width, dtype=torch.float32, device=q.device)
+    half = slots.shape[1] // 2
+    missing = slots < 0
+    # A -1 reads another slot that its own row selected, so that NaN in an unselected slot cannot
+    # reach the products; only a row without any slot reads slot 0.
+    last = slots.amax(1, keepdim=True)
+    safe = torch.where(missing, last, slots).clamp_min_(0)
+    step = _rows_at_once(q, 2 * half, budget_bytes)
+    kv = torch.empty(step * 2 * half, width, dtype=torch.float32, device=q.device)
+    scores = torch.empty(2 * step, heads, half, dtype=torch.float32, device=q.device)
+    halves = torch.empty(2 * step, heads, v_dim, dtype=torch.float32, device=q.device)
     for first in range(0, rows, step):
         part = slice(first, min(first + step, rows))
-        block_out, block_lse = _attend(
-            q[part].float(),
-            _gather(kv_cache, slots[part], v_dim, scratch),
-            slots[part],
+        block, total = _attend(
+            q[part],
+            _gather(kv_cache, safe[part], v_dim, kv),
+            missing[part],
             scale,
-            v_dim,
             logit_cap,
+            scores,
+            halves,
+            lse[part],
         )
         if sinks is not None:
-            block_out *= torch.sigmoid(block_lse - sinks)[..., None]
-        out[part] = block_out
-        lse[part] = block_lse
-    return out, lse
+            block.mul_(torch.sigmoid(lse[part] - sinks)[..., None])
+        torch.div(block, total, out=out[part]) if q.dtype == block.dtype else out[part].copy_(
+            block.div_(total)
+        )
+    return out.masked_fill_(last[:, :, None] < 0, 0.0), lse
+
+
+def _rows_at_once(q: torch.Tensor, k: int, budget_bytes: int) -> int:
+    """Rows whose gathered latents fit the cache of a CPU, and whose temporaries fit the budget."""
+    rows, heads, width = q.shape
+    gathered = 4 * k * width
+    everything = 2 * gathered + 12 * k * heads + 20 * heads * width
+    step = budget_bytes // 2 // everything
+    if q.device.type == "cpu":
+        step = min(step, _GATHERED_BYTES // gathered)
+    return max(1, min(rows, step))
 
 
 def _gather(
     kv_cache: torch.Tensor, slots: torch.Tensor, v_dim: int, scratch: torch.Tensor
 ) -> torch.Tensor:
-    """Latents `[2n, k/2, D]` fp32 of `slots [n, k]`, written to `scratch`.
-
-    A -1 reads another slot that its own row selected, so that NaN in an unselected slot cannot
-    reach the products; only a row without any slot reads slot 0.
-    """
+    """Latents `[2n, k/2, D]` fp32 of `slots [n, k]`, written to `scratch`."""
     rows, k = slots.shape
-    safe = torch.where(slots < 0, slots.amax(1, keepdim=True), slots).clamp_min(0).view(-1)
-    width = scratch.shape[2]
-    flat = scratch.view(-1, width)[: rows * k]
+    kv = scratch[: rows * k]
     records = kv_cache[:, 0]
     if kv_cache.dtype == torch.float32:
-        torch.index_select(records, 0, safe, out=flat)
+        torch.index_select(records, 0, slots.view(-1), out=kv)
     elif kv_cache.dtype == torch.uint8:
-        flat.copy_(dequantize_latent(records.index_select(0, safe), v_dim, width - v_dim))
+        dequantize_latent_into(records.index_select(0, slots.view(-1)), v_dim, kv)
     else:
-        flat.copy_(records.index_select(0, safe))
-    return flat.view(2 * rows, k // 2, width)
+        kv.copy_(records.index_select(0, slots.view(-1)))
+    return kv.view(2 * rows, k // 2, -1)
 
 
 def _attend(
     q: torch.Tensor,
     kv: torch.Tensor,
-    slots: torch.Tensor,
+    missing: torch.Tensor,
     scale: float,
-    v_dim: int,
     logit_cap: float,
+    scores: torch.Tensor,
+    halves: torch.Tensor,
+    lse: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out `[n, H, v_dim]` and lse `[n, H]`, fp32, of `q [n, H, D]` and `kv [2n, k/2, D]`."""
+    """Unnormalised out `[n, H, v_dim]` fp32 and its divisor `[n, H, 1]`; fills `lse [n, H]`.
+
+    `q [n, H, D]`, `kv [2n, k/2, D]`, `missing [n, k]`; `scores` and `halves` are scratch memory.
+    """
     rows, heads, width = q.shape
-    half = kv.shape[1]
-    twice = q[:, None].expand(rows, 2, heads, width).reshape(2 * rows, heads, width)
-    scores = torch.bmm(twice, kv.transpose(1, 2)).mul_(scale)
+    scores, halves = scores[: 2 * rows], halves[: 2 * rows]
+    twice = torch.empty(rows, 2, heads, width, dtype=torch.float32, device=q.device)
+    twice.copy_(q[:, None])
+    twice = twice.view(2 * rows, heads, width)
+    torch.baddbmm(scores, twice, kv.transpose(1, 2), beta=0, alpha=scale, out=scores)
     if logit_cap > 0:
         scores.div_(logit_cap).tanh_().mul_(logit_cap)
-    scores = scores.view(rows, 2, heads, half)
-    scores.masked_fill_((slots < 0).view(rows, 2, 1, half), float("-inf"))
-    peak = scores.amax((1, 3), keepdim=True)
-    peak.masked_fill_(peak == float("-inf"), 0.0)
-    weights = scores.sub_(peak).exp_()
-    total = weights.sum((1, 3))
-    halves = torch.bmm(weights.view(2 * rows, heads, half), kv[..., :v_dim])
-    out = halves.view(rows, 2, heads, v_dim).sum(1)
-    # `total` is at least 1 but for rows without a finite score, whose out is 0 (or NaN) already.
-    out.div_(total.clamp_min(1e-30)[..., None])
-    lse = total.log_().add_(peak[:, 0, :, 0])
-    empty = (slots < 0).all(1)[:, None, None]
-    return out.masked_fill_(empty, 0.0), lse
+    scores.masked_fill_(missing.view(2 * rows, 1, -1), float("-inf"))
+    by_row = scores.view(rows, 2, heads, -1)
+    # Clamped, so that a row of -inf gives weights exp(-inf) and not exp(-inf + inf).
+    peak = by_row.amax((1, 3), keepdim=True).clamp_min_(torch.finfo(torch.float32).min)
+    by_row.sub_(peak).exp_()
+    total = by_row.sum((1, 3), keepdim=True)
+    torch.add(total.log(), peak, out=lse.view(rows, 1, heads, 1))
+    torch.bmm(scores, kv[:, :, : halves.shape[2]], out=halves)
+    pairs = halves.view(rows, 2, heads, -1)
+    # `total` is at least 1, but 0 where no score is finite: out is then 0, or NaN already.
+    return pairs[:, 0].add_(pairs[:, 1]), total[:, 0].clamp_min(1e-30)
 
 
 def _refuse(problem: Problem) -> str | None:
