@@ -86,7 +86,7 @@ class TestAnswers:
         stream = llm.stream(PROMPTS[3], GREEDY)
         next(stream)
         assert llm.engine.has_work
-        stream.close()  # type: ignore[attr-defined]
+        stream.close()
 
     def test_seeds_do_not_depend_on_the_batch(self, llm: LLM) -> None:
         params = [

@@ -12,7 +12,7 @@ chat template) raises `ConfigError`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -149,7 +149,7 @@ class LLM:
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
-    ) -> Iterator[RequestUpdate]:
+    ) -> Generator[RequestUpdate, None, None]:
         """Complete one prompt and yield what every step adds; the last update has the output.
 
         Other requests of this engine move on in the same steps. Closing the iterator ends the
@@ -239,7 +239,7 @@ class LLM:
 
     def _stream(
         self, ids: list[int], params: SamplingParams, text: str | None
-    ) -> Iterator[RequestUpdate]:
+    ) -> Generator[RequestUpdate, None, None]:
         request_id = self.engine.add(ids, params, text)
         inbox = self._inboxes[request_id] = deque()
         try:
