@@ -156,7 +156,8 @@ class BackendOptions:
     `score_budget_bytes` bounds every temporary of scoring and gathering. `deterministic` asks for
     bit-equal outputs of a request whatever shares its batch. `fuse_topk` has the indexer give slots
     at once, not positions to be mapped. `fp8_compute` says how fp8 latents are attended: as
-    `records`, or by `dequantize_selected`. `dense_prefill` lets short prompts skip absorption.
+    `records`, or by `dequantize_selected`. `dense_prefill` lets whole
+    prompts within topk, of `dense_min_tokens` on average, skip absorption.
     """
 
     prefill_kernel: str = "auto"
@@ -167,6 +168,7 @@ class BackendOptions:
     fuse_topk: bool = True
     fp8_compute: str = "records"
     dense_prefill: bool = True
+    dense_min_tokens: int = 32
 
     def __post_init__(self) -> None:
         if self.fp8_compute not in ("records", "dequantize_selected"):

@@ -16,6 +16,7 @@ from topkapi.errors import ConfigError
 K = CONFIG.index_topk
 NOPE, ROPE, LATENT = CONFIG.qk_nope_head_dim, CONFIG.qk_rope_head_dim, CONFIG.kv_lora_rank
 HEADS, VALUE = CONFIG.num_attention_heads, CONFIG.v_head_dim
+DENSE = BackendOptions(dense_min_tokens=1)
 
 
 class Rows:
@@ -60,7 +61,7 @@ def test_dense_is_absorbed_when_everything_is_selected(
     """And it writes the same cache; padding rows give zeros."""
     results, caches = [], []
     for path in ("dense", "absorbed"):
-        world = World(kv_cache_dtype="fp32")
+        world = World(kv_cache_dtype="fp32", options=DENSE)
         batch = world.batch(ForwardMode.EXTEND, lens, lens)
         batch.out_cache_loc = torch.cat((batch.out_cache_loc, torch.zeros(2, dtype=torch.int64)))
         world.backend.init_forward_metadata(batch)
@@ -78,14 +79,27 @@ def test_dense_is_absorbed_when_everything_is_selected(
 @pytest.mark.parametrize(
     ("name", "mode", "q_lens", "kv_lens", "options"),
     [
-        ("a longer context", ForwardMode.EXTEND, (K + 1, 2), (K + 1, 2), BackendOptions()),
-        ("a cached prefix", ForwardMode.EXTEND, (3, 2), (3, 3), BackendOptions()),
-        ("decode rows", ForwardMode.MIXED, (3, 1), (3, 1), BackendOptions()),
-        ("decode", ForwardMode.DECODE, (1, 1), (1, 1), BackendOptions()),
-        ("verify", ForwardMode.TARGET_VERIFY, (2, 2), (2, 2), BackendOptions()),
-        ("deterministic", ForwardMode.EXTEND, (3,), (3,), BackendOptions(deterministic=True)),
-        ("switched off", ForwardMode.EXTEND, (3,), (3,), BackendOptions(dense_prefill=False)),
-        ("no rows", ForwardMode.EXTEND, (), (), BackendOptions()),
+        ("a longer context", ForwardMode.EXTEND, (K + 1, 2), (K + 1, 2), DENSE),
+        ("a cached prefix", ForwardMode.EXTEND, (3, 2), (3, 3), DENSE),
+        ("decode rows", ForwardMode.MIXED, (3, 1), (3, 1), DENSE),
+        ("decode", ForwardMode.DECODE, (1, 1), (1, 1), DENSE),
+        ("verify", ForwardMode.TARGET_VERIFY, (2, 2), (2, 2), DENSE),
+        (
+            "deterministic",
+            ForwardMode.EXTEND,
+            (3,),
+            (3,),
+            BackendOptions(dense_min_tokens=1, deterministic=True),
+        ),
+        (
+            "switched off",
+            ForwardMode.EXTEND,
+            (3,),
+            (3,),
+            BackendOptions(dense_min_tokens=1, dense_prefill=False),
+        ),
+        ("short prompts", ForwardMode.EXTEND, (3, 8), (3, 8), BackendOptions(dense_min_tokens=6)),
+        ("no rows", ForwardMode.EXTEND, (), (), DENSE),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -161,17 +161,17 @@ class LayerForward:
     def use_dense(self, batch: ForwardBatch) -> bool:
         """Whether a layer with `w_kc` and `w_vc` should call `forward_dense` on this batch.
 
-        The rule: prompts without a cached prefix, all within topk, outside capture. Measured
-        figures are in docs/backend.md. Never when `deterministic`: a chunked prompt takes the
-        sparse path, and must give the same bits.
+        The rule: prompts without a cached prefix, all within topk, of `dense_min_tokens` or more on
+        average (docs/backend.md has the measured crossover). Never when `deterministic`: a chunked
+        prompt takes the sparse path, and must give the same bits.
         """
-        options = self.options
+        options, q_lens = self.options, self.metadata.nsa_extend_seq_lens_list
         return (
             options.dense_prefill
             and not options.deterministic
             and batch.forward_mode is ForwardMode.EXTEND
             and not any(batch.extend_prefix_lens_cpu or [1])
-            and bool(self.metadata.nsa_extend_seq_lens_list)
+            and 0 < options.dense_min_tokens * len(q_lens) <= sum(q_lens)
             and self.metadata.selects_everything
         )
 
