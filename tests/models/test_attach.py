@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,6 +46,7 @@ def test_detach_gives_the_model_back_to_the_bit(name: str) -> None:
     assert attributes(model) == before
     assert model.config.to_dict() == oracle.config.to_dict()
     assert not model.model._forward_pre_hooks
+    assert not model.model._forward_hooks
     assert torch.equal(logits(model), expected)
     tokens = model.generate(IDS, attention_mask=MASK, max_new_tokens=5)
     assert torch.equal(tokens, oracle.generate(IDS, attention_mask=MASK, max_new_tokens=5))
@@ -77,6 +79,19 @@ def test_a_copied_model_stays_attached_and_independent() -> None:
     assert torch.equal(ours, model.generate(IDS, attention_mask=MASK, max_new_tokens=5))
     with pytest.raises(ConfigError, match="attached already"):
         topkapi.attach(twin)
+
+
+def test_an_attached_model_may_change_its_dtype_and_be_saved(tmp_path: Path) -> None:
+    model, oracle = twins(FAMILY)
+    topkapi.attach(model).to(torch.bfloat16)
+    with torch.no_grad():
+        out = model(input_ids=IDS, use_cache=True)
+    assert out.logits.dtype == torch.bfloat16
+    assert out.cache._pool.get_key_buffer(0).dtype == torch.bfloat16
+    model.save_pretrained(tmp_path)
+    saved = type(oracle).from_pretrained(tmp_path)
+    assert (logits(saved.float()) - logits(oracle)).abs().median() < 0.2
+    assert saved.model.layers[0].self_attn.kv_b_proj.weight.dtype == torch.float32
 
 
 def test_what_is_no_dsa_model_is_refused_by_name() -> None:

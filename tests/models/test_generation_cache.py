@@ -171,6 +171,29 @@ def test_a_step_that_does_not_continue_the_cache_is_refused(model: Any) -> None:
     assert cache.lengths == LENGTHS
 
 
+def test_a_forward_that_fails_leaves_the_cache_as_it_was(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, ids, mask = filled(model)
+    more, ones = prompt([2, 2, 2], seed=4)
+    longer, longer_mask = torch.cat((ids, more), 1), torch.cat((mask, ones), 1)
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("out of luck")
+
+    fresh = copy.deepcopy(cache)
+    fresh.reset()
+    with monkeypatch.context() as patched:
+        patched.setattr(model.model.layers[3].mlp, "forward", fail)
+        with pytest.raises(RuntimeError, match="out of luck"):
+            run(model, longer, longer_mask, cache)
+        with pytest.raises(RuntimeError, match="out of luck"):
+            run(model, ids, mask, fresh)
+    assert (cache.get_seq_length(), cache.lengths) == (70, LENGTHS)
+    assert (fresh.get_seq_length(), fresh.batch_size) == (0, -1)
+    assert_continues(model, cache, ids, mask)
+
+
 def test_other_models_cannot_use_the_cache(model: Any) -> None:
     cache, ids, _ = filled(model)
     plain = BY_NAME["glm_shared"].build()

@@ -151,6 +151,16 @@ def test_chunked_prefill_embeddings_and_hidden_states() -> None:
             assert largest(layer[valid] - other[valid]) < TOLERANCE
 
 
+@pytest.mark.parametrize("name", ["deepseek_v32", "glm_shared"])
+def test_padding_may_be_anywhere(name: str) -> None:
+    model, oracle = twins(BY_NAME[name])
+    topkapi.attach(model)
+    ids, _ = prompt([60] * 4)
+    mask = (torch.rand(4, 60, generator=torch.Generator().manual_seed(3)) < 0.7).long()
+    mask[0, 40:], mask[1, :20], mask[2] = 0, 0, 1
+    assert largest(logits(model, ids, mask) - logits(oracle, ids, mask)) < TOLERANCE
+
+
 def test_packed_sequences_do_not_see_each_other() -> None:
     model, oracle = twins(BY_NAME["axk2"])
     topkapi.attach(model)

@@ -105,18 +105,21 @@ class Attachment:
         self._parameters = list(inspect.signature(decoder.forward).parameters)
         # Transformers before 5.24 calls it past_key_values.
         self._cache_name = "cache" if "cache" in self._parameters else "past_key_values"
-        self._handle: Any = None
+        self._handles: tuple[Any, ...] = ()
 
     def hook(self) -> None:
-        self._handle = self._decoder.register_forward_pre_hook(
-            self._before_decoder, with_kwargs=True
+        decoder = self._decoder
+        self._handles = (
+            decoder.register_forward_pre_hook(self._before_decoder, with_kwargs=True),
+            decoder.register_forward_hook(self._after_decoder, with_kwargs=True, always_call=True),
         )
         self._decoder.__dict__[_ATTRIBUTE] = self
         if hasattr(type(self._model), _PREPARE_CACHE):
             self._model.__dict__[_PREPARE_CACHE] = self._prepare_cache
 
     def unhook(self) -> None:
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
         del self._decoder.__dict__[_ATTRIBUTE]
         self._model.__dict__.pop(_PREPARE_CACHE, None)
 
@@ -195,6 +198,14 @@ class Attachment:
         kwargs["attention_mask"] = _NO_MASK
         kwargs[self._cache_name] = kept if use_cache or cache is not None else None
         return (), kwargs
+
+    def _after_decoder(
+        self, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        """A forward that failed (no output) must not leave columns without contents behind."""
+        cache = kwargs.get(self._cache_name)
+        if isinstance(cache, DsaCache):
+            cache.end_step(failed=output is None)
 
     def _step(
         self, kwargs: dict[str, Any], inputs: torch.Tensor, cache: DsaCache, *, packed: bool

@@ -99,6 +99,7 @@ class DsaCache(Cache):  # type: ignore[misc]
         self._sequences: list[_Sequence] = []
         self._valid = torch.ones(0, 0, dtype=torch.bool)
         self._backends: list[NativeSparseAttnBackend] = []
+        self._columns_in_step = 0
         super().__init__(layers=[DsaCacheLayer(self) for _ in range(config.num_hidden_layers)])
 
     @property
@@ -138,8 +139,17 @@ class DsaCache(Cache):  # type: ignore[misc]
         self._extend(self._sequences, q_lens)
         self._valid = torch.cat((self._valid, new), dim=1)
         self.columns += new_columns
+        self._columns_in_step = new_columns
         rows = None if bool(new.all()) else new.flatten().nonzero()[:, 0].to(device)
         return DsaStep.of_parts(self._parts(q_lens), rows)
+
+    def end_step(self, *, failed: bool) -> None:
+        """Close the step; one that failed is taken back, as if it had not begun."""
+        columns, self._columns_in_step = self._columns_in_step, 0
+        if failed and columns:
+            self.crop(-columns)
+            if not self.columns:
+                self.reset()
 
     def begin_packed_step(self, q_lens: Sequence[int], device: torch.device) -> DsaStep:
         """A step over whole sequences that lie one after another; nothing can continue it.
