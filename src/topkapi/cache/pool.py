@@ -206,6 +206,13 @@ class NSATokenToKVPool:
         keys, scales = fp8_page_views(cache, dim, self.page_size)
         return keys.view(torch.uint8), scales
 
+    def page_views(self) -> list[torch.Tensor]:
+        """All that is cached, page by page: uint8 views `[pages, bytes]` of every latent and index
+        buffer. Views of buffers that `grow` replaces.
+        """
+        buffers = (*self._kv.values(), *self._index.values())
+        return [buffer.view(self.num_pages, -1).view(torch.uint8) for buffer in buffers]
+
     def read_tokens(self, slots: torch.Tensor) -> TokenRecords:
         """Copy out everything cached for `slots [N]` int64, bytes as stored, on the pool's device.
         No synchronisation.
