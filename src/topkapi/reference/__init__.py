@@ -14,9 +14,13 @@ from topkapi.reference.records import (
 )
 from topkapi.reference.rope import apply_rope
 from topkapi.reference.sparse_mla import sparse_mla
+from topkapi.reference.speculative import Acceptance, accept_greedy, accept_sampled
 from topkapi.reference.topk import topk
 
 __all__ = [
+    "Acceptance",
+    "accept_greedy",
+    "accept_sampled",
     "apply_rope",
     "dequantize_index_key",
     "dequantize_latent",
