@@ -13,6 +13,7 @@ import torch
 from topkapi.device import DeviceInfo, device_info
 from topkapi.dispatch import Kernel, Op, Problem, Verdict
 from topkapi.kernels import torch_cpu
+from topkapi.kernels import triton as triton_kernels
 
 NAMES = (
     "indexer_logits",
@@ -24,7 +25,7 @@ NAMES = (
     "gather_latent",
 )
 
-_KERNELS: tuple[Kernel, ...] = (*torch_cpu.KERNELS,)
+_KERNELS: tuple[Kernel, ...] = (*triton_kernels.KERNELS, *torch_cpu.KERNELS)
 
 OPS: Mapping[str, Op] = MappingProxyType(
     {name: Op(name, tuple(k for k in _KERNELS if k.op == name)) for name in NAMES}

@@ -1,0 +1,178 @@
+"""Every case of every operation through the Triton kernels on a GPU, and what only a GPU shows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from cases import (
+    RECORD_CASES,
+    SELECT_CASES,
+    SPARSE_MLA_CASES,
+    TOPK_CASES,
+    RecordCase,
+    SelectCase,
+    SparseMlaCase,
+    TopkCase,
+)
+from topkapi import ops, reference
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+DEVICE = "cuda"
+
+
+def named(case: Any) -> str:
+    return str(case.name)
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("case", SPARSE_MLA_CASES, ids=named)
+def test_sparse_mla(case: SparseMlaCase, phase: Any) -> None:
+    inputs = case.make(DEVICE)
+    case.compare(ops.sparse_mla(**inputs, phase=phase, kernel="triton"), inputs)
+
+
+@pytest.mark.parametrize("case", TOPK_CASES, ids=named)
+def test_topk(case: TopkCase) -> None:
+    inputs = case.make(DEVICE)
+    case.compare(ops.topk(**inputs, kernel="triton"), inputs)
+
+
+@pytest.mark.parametrize("case", SELECT_CASES, ids=named)
+def test_indexer_logits_and_select(case: SelectCase) -> None:
+    inputs = case.make(DEVICE)
+    for output in ("slots", "positions"):
+        got = ops.select(**inputs, output=output, kernel="triton")  # type: ignore[arg-type]
+        case.compare(got, inputs, output)  # type: ignore[arg-type]
+    del inputs["k"]
+    case.compare_logits(ops.indexer_logits(**inputs, kernel="triton"), inputs)
+
+
+def same_codes(got: torch.Tensor, want: torch.Tensor) -> bool:
+    """Equal bytes, up to the sign of an e4m3 NaN: inf / inf has another one on a GPU."""
+    got, want = got.cpu().flatten(), want.cpu().flatten()
+    nan = ((got & 0x7F) == 0x7F) & ((want & 0x7F) == 0x7F)
+    return bool(((got == want) | nan).all())
+
+
+@pytest.mark.parametrize("case", RECORD_CASES, ids=named)
+def test_records(case: RecordCase) -> None:
+    inputs = case.make(DEVICE)
+    want = case.written(inputs)
+    kv_cache, index_cache, slots = inputs["kv_cache"], inputs["index_cache"], inputs["slots"]
+    ops.write_latent(kv_cache, slots, inputs["latent"], inputs["rope"], kernel="triton")
+    ops.write_index_key(index_cache, slots, inputs["keys"], kernel="triton")
+    for name, cache in want.items():
+        if cache.dtype == torch.uint8:
+            assert same_codes(inputs[name], cache), f"{case.name}: {name}"
+        else:
+            case.compare(name, inputs[name], cache)
+    some = torch.cat((torch.full_like(slots[:1], -1), slots))
+    got = ops.gather_latent(kv_cache, some, v_dim=case.latent, dtype=torch.float32, kernel="triton")
+    want_rows = reference.gather_latent(
+        kv_cache.cpu(), some.cpu(), v_dim=case.latent, dtype=torch.float32
+    )
+    case.compare("gathered", got, want_rows)
+
+
+@pytest.mark.parametrize(("rows", "width"), [(3, 2**20), (65, 131072), (700, 40000)])
+@pytest.mark.parametrize("kind", ["normal", "close", "plateau", "periodic"])
+def test_topk_of_long_rows(rows: int, width: int, kind: str) -> None:
+    """Exact, wherever the sample misjudges: values close together, plateaus, periods."""
+    generator = torch.Generator(DEVICE).manual_seed(rows)
+    x = torch.randn(rows, width, generator=generator, device=DEVICE)
+    if kind == "close":
+        x = 1.0 + x * 1e-6
+    elif kind == "plateau":
+        x = x.clamp_min(1.5)
+    elif kind == "periodic":
+        x = x + 10.0 * (torch.arange(width, device=DEVICE) % 64 == 0)
+    lengths = torch.randint(1, width + 1, (rows,), generator=generator, device=DEVICE).int()
+    lengths[0] = width
+    got = ops.topk(x, lengths, 2048, kernel="triton").long()
+    inside = torch.arange(width, device=DEVICE) < lengths[:, None]
+    ranked = x.masked_fill(~inside, float("-inf")).sort(dim=1, descending=True, stable=True)
+    want = ranked.indices[:, :2048]
+    want = torch.where(torch.arange(2048, device=DEVICE) < lengths[:, None], want, width)
+    want = want.sort(dim=1).values
+    assert torch.equal(got, torch.where(want == width, -1, want))
+
+
+def test_addresses_past_two_gigabytes() -> None:
+    """The last records of caches that 32 bits cannot address."""
+    slots = torch.tensor([[3_400_000, 7, 3_399_999, -1]], dtype=torch.int32, device=DEVICE)
+    for dtype in (torch.uint8, torch.bfloat16):
+        width = 656 if dtype == torch.uint8 else 576
+        kv_cache = torch.zeros(3_400_001, 1, width, dtype=dtype, device=DEVICE)
+        latent = torch.randn(3, 512, device=DEVICE).bfloat16()
+        rope = torch.randn(3, 64, device=DEVICE).bfloat16()
+        ops.write_latent(kv_cache, slots[0, :3].long(), latent, rope, kernel="triton")
+        q = torch.randn(1, 16, 576, device=DEVICE).bfloat16()
+        out, lse = ops.sparse_mla(q, kv_cache, slots, scale=0.1, kernel="triton")
+        small = torch.zeros(4, 1, width, dtype=dtype)
+        reference.write_latent(small, torch.arange(1, 4), latent.cpu(), rope.cpu())
+        near = torch.tensor([[1, 2, 3, -1]], dtype=torch.int32)
+        want, want_lse = reference.sparse_mla(q.double().cpu(), small, near, scale=0.1)
+        assert torch.allclose(out.double().cpu(), want, rtol=2e-2, atol=1e-2)
+        assert torch.allclose(lse.double().cpu(), want_lse, atol=1e-3)
+        del kv_cache
+        torch.cuda.empty_cache()
+
+
+def test_a_graph_replays_on_new_contents() -> None:
+    """Captured once, `select` and `sparse_mla` follow new lengths and values without the host."""
+    case = SelectCase("graph", (1,) * 8, (5000,) * 8, k=512, cache=torch.uint8,
+                      dtype=torch.bfloat16)  # fmt: skip
+    inputs = case.make(DEVICE)
+    kv_cache = torch.randn(8 * 5100 + 6400, 1, 576, device=DEVICE).bfloat16()
+    q = torch.randn(8, 16, 576, device=DEVICE).bfloat16()
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        slots = ops.select(**inputs, kernel="triton")
+        return slots, ops.sparse_mla(q, kv_cache, slots, scale=0.1, kernel="triton")[0]
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for length in (5000, 700, 3, 0):
+        inputs["context"].lengths.fill_(length)
+        inputs["q"].normal_()
+        q.normal_()
+        graph.replay()
+        fresh = step()
+        for one, other in zip(captured, fresh, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_lengths_do_not_compile() -> None:
+    """Fifty context lengths and batch sizes, one compilation of each kernel."""
+    from topkapi.kernels.triton import indexer_logits, sparse_mla, topk
+
+    kernels = (indexer_logits._score, topk._collect, topk._choose, sparse_mla._attend)
+
+    def compiled() -> int:
+        return sum(len(kernel.device_caches[0][0]) for kernel in kernels)
+
+    def step(rows: int, length: int) -> None:
+        case = SelectCase("lengths", (1,) * rows, (length,) * rows, k=64, dtype=torch.bfloat16,
+                          cache=torch.bfloat16)  # fmt: skip
+        inputs = case.make(DEVICE)
+        slots = ops.select(**inputs, kernel="triton")
+        kv_cache = torch.randn(inputs["index_cache"].shape[0], 1, 576, device=DEVICE).bfloat16()
+        q = torch.randn(rows, 16, 576, device=DEVICE).bfloat16()
+        ops.sparse_mla(q, kv_cache, slots, scale=0.1, kernel="triton")
+
+    step(1, 4097)
+    step(2, 8000)
+    step(16, 4099)
+    before = compiled()
+    for index in range(50):
+        step(1 + index % 7, 65 + 173 * index)
+    assert compiled() == before

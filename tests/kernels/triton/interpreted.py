@@ -1,0 +1,146 @@
+"""Every case of every operation through the Triton kernels, in Triton's interpreter.
+
+Run by `test_interpreter.py` in a process of its own, in which TRITON_INTERPRET=1 holds from the
+start. The interpreter has no bfloat16: those cases wait for a GPU (tests/gpu).
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+
+from cases import (
+    RECORD_CASES,
+    SELECT_CASES,
+    SPARSE_MLA_CASES,
+    TOPK_CASES,
+    RecordCase,
+    SelectCase,
+    SparseMlaCase,
+    TopkCase,
+    poisoned_memory,
+)
+from topkapi import ops, reference
+from topkapi.attention.step_metadata import StepBuffers
+from topkapi.attention.step_metadata import step_metadata as torch_step_metadata
+from topkapi.kernels.triton import step_metadata
+
+warnings.filterwarnings("ignore", category=RuntimeWarning)
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+def named(case: Any) -> str:
+    return str(case.name)
+
+
+def without_bf16(cases: Any) -> list[Any]:
+    return [case for case in cases if torch.bfloat16 not in (case.dtype, case.cache)]
+
+
+@pytest.mark.parametrize("case", without_bf16(SPARSE_MLA_CASES), ids=named)
+def test_sparse_mla(case: SparseMlaCase) -> None:
+    inputs = case.make()
+    with poisoned_memory():
+        got = ops.sparse_mla(**inputs, kernel="triton")
+    case.compare(got, inputs)
+
+
+@pytest.mark.parametrize("case", TOPK_CASES, ids=named)
+def test_topk(case: TopkCase) -> None:
+    inputs = case.make()
+    with poisoned_memory():
+        got = ops.topk(**inputs, kernel="triton")
+    case.compare(got, inputs)
+
+
+@pytest.mark.parametrize("case", without_bf16(SELECT_CASES), ids=named)
+def test_indexer_logits(case: SelectCase) -> None:
+    inputs = case.make()
+    del inputs["k"]
+    with poisoned_memory():
+        got = ops.indexer_logits(**inputs, kernel="triton")
+    case.compare_logits(got, inputs)
+
+
+@pytest.mark.parametrize("case", without_bf16(SELECT_CASES), ids=named)
+def test_select(case: SelectCase) -> None:
+    output: Any = "positions" if len(case.name) % 4 == 0 else "slots"
+    inputs = case.make()
+    with poisoned_memory():
+        got = ops.select(**inputs, output=output, kernel="triton")
+    case.compare(got, inputs, output)
+
+
+@pytest.mark.parametrize("case", without_bf16(RECORD_CASES), ids=named)
+def test_records_are_written(case: RecordCase) -> None:
+    inputs = case.make()
+    want = case.written(inputs)
+    kv_cache, index_cache, slots = inputs["kv_cache"], inputs["index_cache"], inputs["slots"]
+    ops.write_latent(kv_cache, slots, inputs["latent"], inputs["rope"], kernel="triton")
+    ops.write_index_key(index_cache, slots, inputs["keys"], kernel="triton")
+    for name, cache in want.items():
+        case.compare(name, inputs[name], cache)
+
+
+@pytest.mark.parametrize("case", without_bf16(RECORD_CASES), ids=named)
+def test_latents_are_gathered(case: RecordCase) -> None:
+    inputs = case.make()
+    cache = case.written(inputs)["kv_cache"]
+    slots = torch.cat((torch.tensor([-1]), inputs["slots"], torch.tensor([-1])))
+    for dtype in (torch.float32, torch.float16):
+        with poisoned_memory():
+            got = ops.gather_latent(cache, slots, v_dim=case.latent, dtype=dtype, kernel="triton")
+        want = reference.gather_latent(cache, slots, v_dim=case.latent, dtype=dtype)
+        case.compare("gathered", got, want)
+
+
+@pytest.mark.parametrize(
+    ("q_lens", "kv_lens", "more", "rows", "shift", "locations"),
+    [
+        ([1, 1, 1], [5, 1, 9], 0, 3, 0, False),
+        ([3, 0, 5], [3, 0, 700], 2, 11, 0, True),
+        (4, [0, 9, 3], 1, 20, 4, True),
+        ([], [], 3, 4, 0, False),
+        ([1] * 70, list(range(1, 71)), 3, 300, 1, True),
+        ([300], [301], 0, 290, 0, False),
+    ],
+)
+def test_step_metadata(
+    q_lens: Any, kv_lens: list[int], more: int, rows: int, shift: int, locations: bool
+) -> None:
+    requests = len(kv_lens) + more
+    made = []
+    for launch in (triton_step_metadata, torch_step_metadata):
+        out = StepBuffers.allocate(requests, rows, torch.device("cpu"))
+        for item in fields(out):
+            getattr(out, item.name).fill_(-77)
+        loc = torch.arange(rows - 1) % 5 if locations else None
+        arguments = {
+            "q_lens": q_lens if isinstance(q_lens, int) else torch.tensor(q_lens).int(),
+            "kv_lens": torch.tensor(kv_lens).int(),
+            "request_rows": torch.arange(len(kv_lens)) + 3,
+            "topk": 64,
+            "kv_shift": shift,
+            "out_cache_loc": loc,
+        }
+        launch(out, **arguments)
+        made.append(out)
+    for item in fields(made[0]):
+        got, want = (getattr(out, item.name) for out in made)
+        assert torch.equal(got, want), item.name
+
+
+def triton_step_metadata(out: StepBuffers, **arguments: Any) -> None:
+    step_metadata.step_metadata(
+        table_rows=out.table_rows,
+        kv_lens_out=out.kv_lens,
+        cu_seqlens_q=out.cu_seqlens_q,
+        request_of_row=out.request_of_row,
+        lengths=out.lengths,
+        selected_lens=out.selected_lens,
+        **arguments,
+    )

@@ -1,0 +1,202 @@
+"""The very launches that each GPU would get, compiled ahead of time for it, on this machine.
+
+Launchers run on meta tensors with a recorder in place of the kernel, and with the device they
+believe to be on swapped; what they would have launched is compiled for that device, and must fit
+its shared memory and stay out of local memory as far as the compiler reports it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from kernels.triton.aot import SHARED_MEMORY, compile_for
+from topkapi.context import Context
+from topkapi.device import DeviceInfo
+from topkapi.kernels.triton import indexer_logits, records, select, sparse_mla, step_metadata, topk
+from topkapi.layout.latent import latent_layout
+
+TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.uint8: "*u8",
+    torch.int32: "*i32",
+    torch.uint32: "*u32",
+    torch.int64: "*i64",
+    torch.float8_e4m3fn: "*fp8e4nv",
+}
+FP8 = torch.uint8
+BF16 = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One recorded launch: run-time types and compile-time constants by name, and options."""
+
+    types: dict[str, str]
+    constants: dict[str, Any]
+    options: dict[str, int]
+
+
+class Recorder:
+    """Stands in for a kernel: notes how it is launched, and does nothing."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.launches: list[Launch] = []
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        def launch(*args: Any, num_warps: int = 4, num_stages: int = 3, **kwargs: Any) -> None:
+            given = dict(zip(self.kernel.arg_names, args, strict=False))
+            types = {name: _type(value) for name, value in given.items()}
+            options = {"num_warps": num_warps, "num_stages": num_stages}
+            self.launches.append(Launch(types, kwargs, options))
+
+        return launch
+
+
+def _type(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return TYPES[value.dtype]
+    return "i32" if isinstance(value, int) else "fp32"
+
+
+def device_of(arch: int | str) -> DeviceInfo:
+    backend = "hip" if isinstance(arch, str) else "cuda"
+    return DeviceInfo(backend, arch, str(arch), 132, SHARED_MEMORY[arch], has_triton=True)
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def meta_context(rows: int, requests: int, width: int) -> Context:
+    return Context(
+        lengths=meta(rows),
+        request_of_row=meta(rows),
+        cu_seqlens_q=meta(requests + 1),
+        max_length=width,
+        max_seq_len_q=rows // requests,
+        table=meta(requests, width),
+        table_rows=meta(requests, dtype=torch.int64),
+    )
+
+
+def attention(
+    rows: int, heads: int, latent: int, rope: int, cache: torch.dtype, dtype: torch.dtype = BF16
+) -> Callable[[], Any]:
+    def call() -> Any:
+        width = latent_layout(cache).width(latent, rope)
+        return sparse_mla.sparse_mla(
+            meta(rows, heads, latent + rope, dtype=dtype),
+            meta(640, 1, width, dtype=cache),
+            meta(rows, 2048),
+            scale=0.1,
+            v_dim=latent,
+            sinks=meta(heads, dtype=torch.float32),
+        )
+
+    return call
+
+
+def selection(
+    rows: int, requests: int, heads: int, dim: int, cache: torch.dtype, dtype: torch.dtype = BF16
+) -> Callable[[], Any]:
+    def call() -> Any:
+        shape = (9, 64 * (dim + 4)) if cache == FP8 else (640, dim)
+        return select.select(
+            meta(rows, heads, dim, dtype=dtype),
+            meta(rows, heads, dtype=torch.float32),
+            meta(*shape, dtype=cache),
+            meta_context(rows, requests, 65536),
+            2048,
+        )
+
+    return call
+
+
+def write_and_gather() -> None:
+    for cache in (FP8, BF16):
+        kv_cache = meta(640, 1, latent_layout(cache).width(512, 64), dtype=cache)
+        slots = meta(9, dtype=torch.int64)
+        records.write_latent(kv_cache, slots, meta(9, 512, dtype=BF16), meta(9, 64, dtype=BF16))
+        records.gather_latent(kv_cache, slots, dtype=BF16)
+    records.write_index_key(meta(9, 64 * 132, dtype=FP8), slots, meta(9, 128, dtype=BF16))
+
+
+def one_step() -> None:
+    step_metadata.step_metadata(
+        table_rows=meta(4, dtype=torch.int64),
+        kv_lens_out=meta(4),
+        cu_seqlens_q=meta(5),
+        request_of_row=meta(9),
+        lengths=meta(9),
+        selected_lens=meta(9),
+        q_lens=meta(4),
+        kv_lens=meta(4),
+        request_rows=meta(4, dtype=torch.int64),
+        topk=2048,
+        out_cache_loc=meta(9, dtype=torch.int64),
+    )
+
+
+CALLS = {
+    "mla prefill 128 heads": attention(4096, 128, 512, 64, BF16),
+    "mla prefill 16 heads": attention(4096, 16, 512, 64, BF16),
+    "mla decode 128 heads fp8": attention(8, 128, 512, 64, FP8),
+    "mla decode 8 heads fp8": attention(8, 8, 512, 64, FP8),
+    "mla axk2": attention(64, 32, 128, 32, BF16),
+    "mla fp32": attention(64, 16, 512, 64, torch.float32, torch.float32),
+    "select prefill fp8": selection(4096, 1, 64, 128, FP8),
+    "select prefill bf16": selection(4096, 1, 16, 128, BF16),
+    "select decode fp8": selection(64, 64, 32, 128, FP8),
+    "select fp32 dim 32": selection(256, 2, 5, 32, torch.float32, torch.float32),
+    "records": write_and_gather,
+    "step metadata": one_step,
+}
+KERNELS = (
+    (sparse_mla, "_attend"),
+    (sparse_mla, "_combine"),
+    (indexer_logits, "_score"),
+    (topk, "_collect"),
+    (topk, "_choose"),
+    (records, "_write_latent"),
+    (records, "_write_index_key"),
+    (records, "_gather_latent"),
+    (step_metadata, "_fill"),
+)
+# Bytes of stack a thread that a kernel may use: what is kept there is touched outside its loops.
+STACK = 1024
+
+
+@pytest.mark.parametrize("arch", SHARED_MEMORY, ids=str)
+@pytest.mark.parametrize("name", CALLS)
+def test_compiles_and_fits(name: str, arch: int | str, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorders = []
+    for module, attribute in KERNELS:
+        recorder = Recorder(getattr(module, attribute))
+        recorders.append(recorder)
+        monkeypatch.setattr(module, attribute, recorder)
+    for module in (sparse_mla, indexer_logits, topk, records):
+        monkeypatch.setattr(module, "target_of", lambda tensor: device_of(arch))
+    CALLS[name]()
+    launches = {
+        (recorder.kernel.__name__, str(launch)): (recorder.kernel, launch)
+        for recorder in recorders
+        for launch in recorder.launches
+    }
+    assert launches
+    for kernel, launch in launches.values():
+        compiled = compile_for(arch, kernel, launch.types, launch.constants, **launch.options)
+        label = f"{kernel.__name__} for {arch}: {launch.options}"
+        print(label, compiled.shared, compiled.registers, compiled.spilled)
+        assert compiled.shared <= SHARED_MEMORY[arch], f"{label}: {compiled.shared} bytes shared"
+        if compiled.spilled is not None:
+            assert compiled.spilled <= STACK, f"{label}: {compiled.spilled} bytes of stack a thread"
