@@ -59,7 +59,7 @@ class World:
 
     def open(self, tokens: tuple[int, ...]) -> Lease | None:
         """A lease for all of `tokens`, computed; None when it does not fit."""
-        lease = self.leases.find(tokens)
+        lease = self.leases.find(tokens, len(tokens) - 1)
         if not self.leases.fill(lease, -(-len(tokens) // PAGE)):
             self.leases.close(lease)
             return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.test_scheduler import Source
+from topkapi.cache import PageAllocator, PageLeases, PrefixTree
 from topkapi.engine.engine import Engine, EngineLimits
 from topkapi.engine.request import RequestOutput, SamplingParams, TokenLogprob
 from topkapi.engine.scheduler import Batch, Scheduler, SchedulerLimits
@@ -32,10 +33,10 @@ class Countdown:
         ]
 
 
-def make(fault: Exception | None = None) -> tuple[Engine, Source]:
-    pages = Source(20)
-    scheduler = Scheduler(SchedulerLimits(16, 8, 4), pages, Source(8))
-    return Engine(Countdown(fault), scheduler, EngineLimits(100, 40, frozenset({0}))), pages
+def make(fault: Exception | None = None) -> tuple[Engine, PageLeases]:
+    leases = PageLeases(PageAllocator(21, 4), PrefixTree(4))
+    scheduler = Scheduler(SchedulerLimits(16, 8), leases, Source(8))
+    return Engine(Countdown(fault), scheduler, EngineLimits(100, 40, frozenset({0}))), leases
 
 
 def drain(engine: Engine) -> dict[int, RequestOutput]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from topkapi.cache import PageAllocator, PageLeases
 from topkapi.engine.request import Request, SamplingParams
 from topkapi.engine.scheduler import Batch, Scheduler, SchedulerLimits
 from topkapi.errors import ConfigError
@@ -16,7 +17,7 @@ PAGE = 4
 
 @dataclass
 class Source:
-    """Pages or rows `1..size`, handed out lowest first; double frees are caught."""
+    """Rows `1..size`, handed out lowest first; double frees are caught."""
 
     size: int
     unused: set[int] = field(init=False)
@@ -39,15 +40,20 @@ class Source:
         self.unused |= set(items)
 
 
-def make(pages: int, tokens: int = 16, running: int = 8) -> tuple[Scheduler, Source, Source]:
-    sources = Source(pages), Source(running)
-    limits = SchedulerLimits(tokens, running, PAGE)
-    return Scheduler(limits, *sources), *sources
+def make(pages: int, tokens: int = 16, running: int = 8) -> tuple[Scheduler, PageLeases, Source]:
+    leases, rows = PageLeases(PageAllocator(pages + 1, PAGE)), Source(running)
+    return Scheduler(SchedulerLimits(tokens, running), leases, rows), leases, rows
 
 
-def request(number: int, prompt: int, output: int = 3) -> Request:
+def request(number: int, prompt: int, output: int = 3, priority: int = 0) -> Request:
+    """No two have a page in common."""
     params = SamplingParams(max_tokens=output)
-    return Request(number, list(range(prompt)), params, seed=0, max_length=10**6)
+    tokens = list(range(1000 * number, 1000 * number + prompt))
+    return Request(number, tokens, params, seed=0, max_length=10**6, priority=priority)
+
+
+def pages_of(item: Request) -> list[int]:
+    return item.lease.pages if item.lease else []
 
 
 def step(scheduler: Scheduler) -> Batch:
@@ -96,7 +102,7 @@ def test_new_pages_are_named_once() -> None:
         [chunk] = scheduler.schedule().chunks
         assert chunk.first_new_page == len(named)
         named += chunk.new_pages
-        assert named == owner.pages
+        assert named == pages_of(owner)
         scheduler.advance(Batch((chunk,)))
         if owner.num_computed == owner.num_tokens:
             owner.token_ids.append(7)
@@ -138,8 +144,8 @@ def test_preemption_takes_the_youngest_and_recomputes_it() -> None:
     while not scheduler.num_preemptions:
         step(scheduler)
         assert len(young.token_ids) < 20
-    assert list(scheduler.waiting) == [young]
-    assert (young.num_computed, young.pages, young.row) == (0, [], None)
+    assert scheduler.waiting == [young]
+    assert (young.num_computed, young.lease, young.row) == (0, None, None)
     kept = list(young.token_ids)
     while scheduler.has_work:
         batch = step(scheduler)
@@ -192,5 +198,5 @@ def test_remove_waiting_and_running() -> None:
 def test_limits_are_checked() -> None:
     with pytest.raises(ConfigError, match="max_batch_tokens"):
         SchedulerLimits(max_batch_tokens=4, max_running_requests=5)
-    with pytest.raises(ConfigError, match="page_size"):
-        SchedulerLimits(page_size=0)
+    with pytest.raises(ConfigError, match="max_running_requests"):
+        SchedulerLimits(max_running_requests=0)

@@ -49,14 +49,13 @@ class PageLeases:
         """Pages that can be lent now, free ones and those kept for reuse alone."""
         return self.num_free + (self.tree.num_evictable if self.tree else 0)
 
-    def find(self, token_ids: Sequence[int]) -> Lease:
-        """A lease of the longest computed prefix, and of nothing else yet.
-
-        Whole pages only, and never the last token: a model must run it to say what comes next.
+    def find(self, token_ids: Sequence[int], limit: int) -> Lease:
+        """A lease of the longest computed prefix of at most `limit` tokens, in whole pages, and of
+        nothing else yet.
         """
         if self.tree is None:
             return Lease()
-        return Lease(self.tree.lock(token_ids, (len(token_ids) - 1) // self.page_size))
+        return Lease(self.tree.lock(token_ids, limit // self.page_size))
 
     def missing(self, lease: Lease, num_pages: int) -> int:
         """Pages that `fill` would take: those beyond the lease's, and its own on the host."""

@@ -159,6 +159,7 @@ class Engine:
             fault = RequestError(f"the model gave NaN logits after {request.num_tokens} tokens")
             return self._update(live, [], self._finish(live, "error", error=fault))
         request.token_ids.append(got.token_id)
+        self.scheduler.share(request)
         if request.params.logprobs is not None:
             request.logprobs.append(got)
         return self._update(live, [got], self._check_end(live, got.token_id))
@@ -201,6 +202,7 @@ class Engine:
             stop_reason=stop_reason,
             logprobs=None if request.params.logprobs is None else request.logprobs,
             error=error,
+            num_cached_tokens=request.num_cached or 0,
         )
 
     def _update(

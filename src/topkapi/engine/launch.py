@@ -12,7 +12,13 @@ from typing import Any
 import torch
 
 from topkapi.attention.backend import NativeSparseAttnBackend
-from topkapi.cache import NSATokenToKVPool, PageAllocator, ReqToTokenPool
+from topkapi.cache import (
+    NSATokenToKVPool,
+    PageAllocator,
+    PageLeases,
+    PrefixTree,
+    ReqToTokenPool,
+)
 from topkapi.config import BackendOptions, DsaConfig
 from topkapi.engine.engine import Engine, EngineLimits
 from topkapi.engine.runner import Runner
@@ -58,9 +64,7 @@ def make_engine(
 
     Raises `ConfigError` when not one page of cache fits, or for a cache format unknown.
     """
-    scheduling = SchedulerLimits(
-        options.max_batch_tokens, options.max_running_requests, options.page_size
-    )
+    scheduling = SchedulerLimits(options.max_batch_tokens, options.max_running_requests)
     parameter = next(model.parameters())
     device = parameter.device
     context = min(config.max_position_embeddings, options.max_context_len or 2**62)
@@ -80,7 +84,12 @@ def make_engine(
     )
     limits = EngineLimits(int(model.config.vocab_size), max_length, eos)
     runner = Runner(model, backend, rows, pool)
-    return Engine(runner, Scheduler(scheduling, pages, rows), limits, tokenizer)
+    return Engine(
+        runner,
+        Scheduler(scheduling, PageLeases(pages, PrefixTree(options.page_size)), rows),
+        limits,
+        tokenizer,
+    )
 
 
 def eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:

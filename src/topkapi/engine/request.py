@@ -12,9 +12,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from topkapi.cache.leases import Lease
 from topkapi.errors import RequestError
 
-FinishReason = Literal["stop", "length", "error", "abort"]
+FinishReason = Literal["stop", "length", "error", "abort", "timeout"]
 Prompt = str | Sequence[int]
 
 MAX_TEMPERATURE = 100.0
@@ -123,7 +124,8 @@ class RequestOutput:
     `token_ids` are the new tokens, the one that ended the request included; `text` leaves out that
     token, the stop string and what followed it. `stop_reason` is the stop string or stop token id
     that ended it, None for the model's own end token. `error` is set exactly when `finish_reason`
-    is `error`; what had been generated until then is kept.
+    is `error`; what had been generated until then is kept. `num_cached_tokens` of the prompt were
+    in the prefix cache.
     """
 
     request_id: int
@@ -135,6 +137,7 @@ class RequestOutput:
     stop_reason: str | int | None = None
     logprobs: list[TokenLogprob] | None = None
     error: RequestError | None = None
+    num_cached_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -162,8 +165,10 @@ class Request:
     """One prompt under way.
 
     `token_ids` holds prompt and output together; the first `num_computed` of them are in the cache,
-    in `pages` (in order of position). Row `row` of the request-to-token table names the slots of
-    the first `num_mapped` pages. `max_length` bounds `len(token_ids)`.
+    in the pages of `lease`. Row `row` of the request-to-token table names the slots of the first
+    `num_mapped` of them. `max_length` bounds `len(token_ids)`. Lower `priority` runs first;
+    `deadline` is a time of the engine's clock. `num_cached` tokens were in the prefix cache when it
+    first ran, None before.
     """
 
     request_id: int
@@ -174,13 +179,26 @@ class Request:
     prompt: str | None = None
     num_prompt: int = field(init=False)
     num_computed: int = 0
-    pages: list[int] = field(default_factory=list)
+    lease: Lease | None = None
     row: int | None = None
     num_mapped: int = 0
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    priority: int = 0
+    deadline: float | None = None
+    num_cached: int | None = None
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.token_ids)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """What runs before what: the more urgent, then the earlier."""
+        return self.priority, self.request_id
+
+    @property
+    def num_skippable(self) -> int:
+        """How many first tokens need not run where the cache holds them: all but the last."""
+        return self.num_tokens - 1
 
     @property
     def num_tokens(self) -> int:

@@ -1,38 +1,38 @@
 """Which requests run in the next step, and how many tokens of each?
 
-Pure bookkeeping over page and row counts: no tensors, no model, no text. Running and waiting
-requests together are always in order of arrival, so nobody is overtaken.
+Pure bookkeeping over pages and rows: no tensors, no model, no text. Everybody has a place in one
+order, the more urgent priority first and then the earlier arrival.
 
 The rules:
-- A step has a token budget. Decoding requests come first (one token each), then prompts under way
-  get a chunk each, then waiting requests are admitted, all oldest first.
-- Admission takes the pages of every known token at once, and leaves one spare page for each running
-  request, so that a request just admitted is not thrown out by the next page somebody needs.
-- A decode that needs a page when none is free preempts the youngest running request: its pages are
-  freed and it waits, first in line, to be computed again from its tokens (seeds are counted by
-  position, so its text does not change). The oldest request is never preempted while another runs,
-  and every admitted request fits the cache alone: work always goes on.
+- A step has a token budget. Decoding requests come first (one token each); what is left goes, in
+  order, to prompts under way and to waiting requests, as a chunk each.
+- A request starts after the longest prefix that the cache holds, and takes the pages of all its
+  other known tokens at once. It leaves one spare page for each running request, so that a request
+  just admitted is not thrown out by the next page somebody needs. Nobody is admitted past a
+  waiting request that does not fit.
+- A request whose next page another one computes in this very step waits for the next step, and
+  finds it there.
+- A decode that needs a page when none is free preempts the last running request: it lets its pages
+  go and waits, to be computed again from its tokens (seeds are counted by position, so its text
+  does not change), as far as they have left the prefix cache by then. A waiting request preempts
+  those of a less urgent priority, never its equals. The first request is never preempted, and every
+  request fits the cache alone: work always goes on.
 """
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Protocol
 
+from topkapi.cache.leases import PageLeases
 from topkapi.engine.request import Request
 from topkapi.errors import ConfigError
 
-
-class PageSource(Protocol):
-    """The part of a page allocator that scheduling needs."""
-
-    @property
-    def available(self) -> int: ...
-
-    def alloc(self, n: int) -> list[int]: ...
-
-    def free(self, pages: list[int]) -> None: ...
+_ORDER = attrgetter("order")
 
 
 class RowSource(Protocol):
@@ -53,10 +53,9 @@ class SchedulerLimits:
 
     max_batch_tokens: int = 2048
     max_running_requests: int = 64
-    page_size: int = 64
 
     def __post_init__(self) -> None:
-        for name in ("max_batch_tokens", "max_running_requests", "page_size"):
+        for name in ("max_batch_tokens", "max_running_requests"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: expected at least 1, got {getattr(self, name)}")
         if self.max_batch_tokens < self.max_running_requests:
@@ -72,7 +71,8 @@ class Chunk:
 
     `new_pages` are the pages that no finished step has mapped yet; `first_new_page` pages come
     before them. `samples` says that the chunk reaches the request's last token, so that the next
-    one is sampled from it.
+    one is sampled from it. `num_drafts` guesses of what follows are then computed with it, in slots
+    of the same pages.
     """
 
     request: Request
@@ -80,6 +80,7 @@ class Chunk:
     length: int
     first_new_page: int
     new_pages: tuple[int, ...]
+    num_drafts: int = 0
 
     @property
     def samples(self) -> bool:
@@ -94,18 +95,26 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        return sum(chunk.length for chunk in self.chunks)
+        return sum(chunk.length + chunk.num_drafts for chunk in self.chunks)
 
 
 class Scheduler:
-    """Holds every unfinished request. See the file's docstring for the rules."""
+    """Holds every unfinished request. See the file's docstring for the rules.
 
-    def __init__(self, limits: SchedulerLimits, pages: PageSource, rows: RowSource) -> None:
+    Attributes:
+        waiting, running: in order.
+        num_preemptions: how often a request lost its pages.
+        num_looked_up, num_found: tokens of all requests admitted, and those found in the cache.
+    """
+
+    def __init__(self, limits: SchedulerLimits, leases: PageLeases, rows: RowSource) -> None:
         self.limits = limits
-        self.waiting: deque[Request] = deque()
+        self.leases = leases
+        self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.num_preemptions = 0
-        self._pages = pages
+        self.num_looked_up = 0
+        self.num_found = 0
         self._rows = rows
 
     @property
@@ -116,11 +125,11 @@ class Scheduler:
     @property
     def free_pages(self) -> int:
         """Pages of the cache that no request holds."""
-        return self._pages.available
+        return self.leases.available
 
     def add(self, request: Request) -> None:
         """Queue a request. The caller has checked that it fits the cache alone."""
-        self.waiting.append(request)
+        insort(self.waiting, request, key=_ORDER)
 
     def remove(self, request: Request) -> None:
         """Forget a request, finished or not, and give its pages and row back."""
@@ -132,22 +141,23 @@ class Scheduler:
 
     def schedule(self) -> Batch:
         """Choose the next step's chunks; empty only when there is no work."""
-        chunks: list[Chunk] = []
-        budget = self.limits.max_batch_tokens
+        self._make_room()
         preemptions = self.num_preemptions
-        for request in list(self.running):
-            if _decodes(request) and request.row is not None:
-                chunk = self._decode(request)
-                if chunk is not None:
-                    chunks.append(chunk)
-                    budget -= 1
-        for request in self.running:
-            if budget and not _decodes(request):
-                chunks.append(_chunk(request, budget))
-                budget -= chunks[-1].length
-        while budget and self.num_preemptions == preemptions and self._can_admit():
-            chunks.append(self._admit(budget))
-            budget -= chunks[-1].length
+        chunks = self._next_tokens()
+        budget = self.limits.max_batch_tokens - len(chunks)
+        prompts = deque(request for request in self.running if not _decodes(request))
+        admitting = self.num_preemptions == preemptions
+        while budget:
+            chunk = None
+            if admitting and self.waiting and not _precedes(prompts, self.waiting[0]):
+                chunk = self._admit(budget, chunks)
+                admitting = chunk is not None
+            if chunk is None and prompts:
+                chunk = _chunk(prompts.popleft(), budget)
+            if chunk is None:
+                break
+            chunks.append(chunk)
+            budget -= chunk.length
         return Batch(tuple(chunks))
 
     def advance(self, batch: Batch) -> None:
@@ -158,53 +168,111 @@ class Scheduler:
             chunk.request.num_computed = chunk.start + chunk.length
             chunk.request.num_mapped = chunk.first_new_page + len(chunk.new_pages)
 
-    def _decode(self, request: Request) -> Chunk | None:
-        """One more token for a request, or None when it had to be preempted itself."""
-        missing = max(self._pages_for(request.num_tokens) - len(request.pages), 0)
-        while missing > self._pages.available:
-            youngest = self.running[-1]
-            self._preempt(youngest)
-            if youngest is request:
-                return None
-        request.pages.extend(self._pages.alloc(missing))
-        return _chunk(request, 1)
+    def share(self, request: Request) -> None:
+        """Let others use the request's computed pages, which a sound token has come out of."""
+        if request.lease is not None:
+            changed = self.leases.complete(request.lease, request.token_ids, request.num_computed)
+            request.num_mapped = min(request.num_mapped, changed)
 
-    def _can_admit(self) -> bool:
-        if not self.waiting or len(self.running) >= self.limits.max_running_requests:
-            return False
-        needed = self._pages_for(self.waiting[0].num_tokens)
-        return needed + len(self.running) <= self._pages.available
+    def _next_tokens(self) -> list[Chunk]:
+        """One more token for every request that is past its prompt, preempting from the end."""
+        chunks = []
+        for request in list(self.running):
+            if not _decodes(request) or request.lease is None:
+                continue
+            pages = self._pages_for(request.num_tokens)
+            while not self.leases.fill(request.lease, pages):
+                last = self.running[-1]
+                self._preempt(last)
+                if last is request:
+                    break
+            if request.lease is not None:
+                chunks.append(_chunk(request, 1))
+        return chunks
 
-    def _admit(self, budget: int) -> Chunk:
-        request = self.waiting.popleft()
-        request.pages = self._pages.alloc(self._pages_for(request.num_tokens))
+    def _admit(self, budget: int, chunks: Sequence[Chunk]) -> Chunk | None:
+        """The first chunk of the first waiting request, or None when it has to wait on."""
+        request = self.waiting[0]
+        if len(self.running) >= self.limits.max_running_requests:
+            return None
+        lease = self.leases.find(request.token_ids, request.num_skippable)
+        cached = len(lease.nodes) * self.leases.page_size
+        pages = self._pages_for(request.num_tokens)
+        if self._computed_now(request, cached, chunks) or not self.leases.fill(
+            lease, pages, spare=len(self.running)
+        ):
+            self.leases.close(lease)
+            return None
+        del self.waiting[0]
+        request.lease, request.num_computed = lease, cached
+        request.num_cached = cached if request.num_cached is None else request.num_cached
         [request.row] = self._rows.alloc(1)
-        self.running.append(request)
+        insort(self.running, request, key=_ORDER)
+        self.num_looked_up += request.num_tokens
+        self.num_found += cached
         return _chunk(request, budget)
+
+    def _computed_now(self, request: Request, cached: int, chunks: Sequence[Chunk]) -> bool:
+        """Whether this step computes the page that `request` misses next, with the same prefix."""
+        end = cached + self.leases.page_size
+        if self.leases.tree is None or end > request.num_skippable:
+            return False
+        return any(
+            chunk.start < end <= chunk.start + chunk.length
+            and chunk.samples
+            and chunk.request.token_ids[:end] == request.token_ids[:end]
+            for chunk in chunks
+        )
+
+    def _make_room(self) -> None:
+        """Preempt less urgent requests for the first waiting one, if that is enough."""
+        if not self.waiting or not self._less_urgent(self.waiting[0]):
+            return
+        urgent = self.waiting[0]
+        lease = self.leases.find(urgent.token_ids, urgent.num_skippable)
+        needed = self.leases.missing(lease, self._pages_for(urgent.num_tokens))
+
+        def fits(running: int, available: int) -> bool:
+            return running < self.limits.max_running_requests and needed + running <= available
+
+        victims = self._less_urgent(urgent)
+        held = sum(len(request.lease.pages) for request in victims if request.lease)
+        if fits(len(self.running) - len(victims), self.leases.available + held):
+            while victims and not fits(len(self.running), self.leases.available):
+                self._preempt(victims.pop())
+        self.leases.close(lease)
+
+    def _less_urgent(self, request: Request) -> list[Request]:
+        return [other for other in self.running if other.priority > request.priority]
 
     def _preempt(self, request: Request) -> None:
         self.num_preemptions += 1
         self.running.remove(request)
         self._release(request)
         request.num_computed = 0
-        self.waiting.appendleft(request)
+        insort(self.waiting, request, key=_ORDER)
 
     def _release(self, request: Request) -> None:
-        if request.pages:
-            self._pages.free(request.pages)
+        if request.lease is not None:
+            self.leases.close(request.lease)
         if request.row is not None:
             self._rows.free([request.row])
-        request.pages, request.row, request.num_mapped = [], None, 0
+        request.lease, request.row, request.num_mapped = None, None, 0
 
     def _pages_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.limits.page_size)
+        return -(-num_tokens // self.leases.page_size)
 
 
 def _decodes(request: Request) -> bool:
     return request.num_tokens - request.num_computed == 1 and request.num_computed > 0
 
 
+def _precedes(prompts: deque[Request], waiting: Request) -> bool:
+    return bool(prompts) and prompts[0].order < waiting.order
+
+
 def _chunk(request: Request, budget: int) -> Chunk:
+    assert request.lease is not None, "a running request holds pages"
     length = min(request.num_tokens - request.num_computed, budget)
-    new_pages = tuple(request.pages[request.num_mapped :])
+    new_pages = tuple(request.lease.pages[request.num_mapped :])
     return Chunk(request, request.num_computed, length, request.num_mapped, new_pages)
