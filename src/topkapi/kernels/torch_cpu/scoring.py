@@ -53,6 +53,7 @@ class Rows:
 class _Tile:
     """Rows `first:last` of one request, their queries `[M, Di]` and weights `[n, 1, Hi]`."""
 
+    request: int
     first: int
     last: int
     longest: int
@@ -78,7 +79,7 @@ def score_rows(
     -inf where a row does not see the position. Tiles of rows none of which is longer than
     `skip_below` are left at -inf, unscored.
     """
-    count, width = logits.shape
+    count = logits.shape[0]
     logits[max(rows.bounds[-1] - first, 0) :].fill_(float("-inf"))
     scratch = torch.empty(
         max(_tile_rows(q.shape[1]) * q.shape[1], _TILE_SCORES) * BLOCK_POSITIONS,
@@ -87,29 +88,42 @@ def score_rows(
     )
     for request, begin, end in rows.spans(first, first + count):
         tiles = []
-        for tile in _tiles(q, weights, rows, begin, end):
+        for tile in _tiles(q, weights, rows, request, begin, end):
             scored = tile.longest - start if tile.longest > max(start, skip_below) else 0
             logits[tile.first - first : tile.last - first, scored:].fill_(float("-inf"))
             if scored:
                 tiles.append(tile)
-        if not tiles:
-            continue
-        stop = min(max(tile.longest for tile in tiles), start + width)
-        few = max(tile.q.shape[0] for tile in tiles) <= _FEW_SCORES
-        size = BLOCK_POSITIONS * (_TILE_SCORES // _FEW_SCORES if few else 1)
-        blocks = _key_blocks(index_cache, context, request, start, stop, q.shape[2], size)
-        for at, keys, scales in blocks:
-            end_column = min(at + keys.shape[0], stop)
-            for tile in tiles:
-                if tile.longest <= at:
-                    continue
-                block = _score_tile(tile, keys, scales, scratch)[:, : end_column - at]
-                if tile.shortest < end_column:
-                    position = torch.arange(at, end_column, device=q.device)
-                    outside = position >= context.lengths[tile.first : tile.last, None]
-                    block.masked_fill_(outside, float("-inf"))
-                lines = slice(tile.first - first, tile.last - first)
-                logits[lines, at - start : end_column - start] = block
+        if tiles:
+            _score_request(tiles, index_cache, context, first, start, logits, scratch)
+
+
+def _score_request(
+    tiles: list[_Tile],
+    index_cache: torch.Tensor,
+    context: Context,
+    first: int,
+    start: int,
+    logits: torch.Tensor,
+    scratch: torch.Tensor,
+) -> None:
+    """Fill the visible part of `logits` for tiles of one request; `scratch` holds a tile."""
+    stop = min(max(tile.longest for tile in tiles), start + logits.shape[1])
+    few = max(tile.q.shape[0] for tile in tiles) <= _FEW_SCORES
+    size = BLOCK_POSITIONS * (_TILE_SCORES // _FEW_SCORES if few else 1)
+    dim = tiles[0].q.shape[1]
+    blocks = _key_blocks(index_cache, context, tiles[0].request, start, stop, dim, size)
+    for at, keys, scales in blocks:
+        end_column = min(at + keys.shape[0], stop)
+        for tile in tiles:
+            if tile.longest <= at:
+                continue
+            block = _score_tile(tile, keys, scales, scratch)[:, : end_column - at]
+            if tile.shortest < end_column:
+                position = torch.arange(at, end_column, device=block.device)
+                outside = position >= context.lengths[tile.first : tile.last, None]
+                block.masked_fill_(outside, float("-inf"))
+            lines = slice(tile.first - first, tile.last - first)
+            logits[lines, at - start : end_column - start] = block
 
 
 def _score_tile(
@@ -132,7 +146,7 @@ def _tile_rows(heads: int) -> int:
 
 
 def _tiles(
-    q: torch.Tensor, weights: torch.Tensor, rows: Rows, begin: int, end: int
+    q: torch.Tensor, weights: torch.Tensor, rows: Rows, request: int, begin: int, end: int
 ) -> Iterator[_Tile]:
     heads, index_dim = q.shape[1:]
     step = _tile_rows(heads)
@@ -147,6 +161,7 @@ def _tiles(
             tile_weights = torch.nn.functional.pad(tile_weights, (0, 0, 0, missing))
         lengths = rows.lengths[first:last]
         yield _Tile(
+            request=request,
             first=first,
             last=last,
             longest=max(lengths),
@@ -169,7 +184,8 @@ def _key_blocks(
 
     N is `size`, or less for the last block, but a multiple of 512: it is filled up with slots that
     follow the last one, whatever they hold, so that runs of slots stay runs. Keys in consecutive
-    slots of an fp32 cache are not copied, and fp8 pages are copied whole.
+    slots of an fp32 cache are not copied, and fp8 pages are copied whole. Other keys lie in memory
+    that the next block uses again: fresh pages of memory would cost more than the copy.
     """
     slots = context_slots(context, request, stop)[start:].long()
     quantised = index_cache.dtype == torch.uint8
@@ -183,12 +199,18 @@ def _key_blocks(
         else:
             filling = (slots[-1] + ramp).clamp_max_(index_cache.shape[0] - 1)
         slots = torch.cat((slots, filling))
+    scratch = torch.empty(min(size, slots.shape[0]), dim, dtype=torch.float32, device=slots.device)
     for at in range(0, slots.shape[0], size):
         block = slots[at : at + size]
         if quantised:
-            keys, scales = read_index_keys(index_cache, block, dim)
-            yield start + at, keys, scales
+            yield start + at, *read_index_keys(index_cache, block, dim)
         elif bool((block.diff() == 1).all()):
-            yield start + at, index_cache.narrow(0, int(block[0]), block.shape[0]).float(), None
+            keys = index_cache.narrow(0, int(block[0]), block.shape[0])
+            yield start + at, keys.float(), None
         else:
-            yield start + at, index_cache.index_select(0, block).float(), None
+            keys = scratch[: block.shape[0]]
+            if index_cache.dtype == torch.float32:
+                torch.index_select(index_cache, 0, block, out=keys)
+            else:
+                keys.copy_(index_cache.index_select(0, block))
+            yield start + at, keys, None
