@@ -7,10 +7,9 @@ import dataclasses
 import pytest
 import torch
 
-from topkapi.engine.request import SamplingParams
-from topkapi.engine.sampler import SamplingBatch, sample, uniform
+from topkapi.engine.request import Request, SamplingParams, SamplingRow
+from topkapi.engine.sampler import ACCEPT, NOT_FINITE, SampledTokens, Sampler, uniform
 
-CPU = torch.device("cpu")
 VOCABULARY = 37
 
 
@@ -18,8 +17,18 @@ def logits_of(rows: int, seed: int = 0) -> torch.Tensor:
     return 3 * torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(seed))
 
 
+def sampling_row(params: SamplingParams, seed: int, index: int) -> SamplingRow:
+    request = Request(0, [0], params, seed, max_length=10**6)
+    request.token_ids += [0] * index
+    return SamplingRow(request)
+
+
+def sample(logits: torch.Tensor, rows: list[tuple[SamplingParams, int, int]]) -> SampledTokens:
+    return Sampler().sample(logits, [sampling_row(*row) for row in rows])
+
+
 def draw(logits: torch.Tensor, rows: list[tuple[SamplingParams, int, int]]) -> list[int]:
-    return sample(logits, SamplingBatch.build(rows, CPU)).token_ids.tolist()
+    return sample(logits, rows).token_ids.tolist()
 
 
 def draws(logits: torch.Tensor, params: SamplingParams, count: int) -> torch.Tensor:
@@ -124,25 +133,109 @@ def test_nan_spoils_only_its_own_row() -> None:
     rows = [(SamplingParams(temperature=t), i, 0) for i, t in enumerate([0, 1.0, 1.0, 0])]
     clean = draw(logits, rows)
     logits[1, 5] = logits[3, 0] = float("nan")
-    assert draw(logits, rows) == [clean[0], -1, clean[2], -1]
+    assert draw(logits, rows) == [clean[0], NOT_FINITE, clean[2], NOT_FINITE]
+    logits[0, 3] = logits[1, 5] = float("inf")
+    assert draw(logits, rows) == [NOT_FINITE, NOT_FINITE, clean[2], NOT_FINITE]
 
 
 def test_logprobs_are_the_models_own() -> None:
     logits = logits_of(3)
     params = [SamplingParams(temperature=2.0, top_k=4, logprobs=n) for n in (0, 3)]
     rows = [(params[0], 1, 0), (params[1], 2, 0), (SamplingParams(), 3, 0)]
-    result = sample(logits.half(), SamplingBatch.build(rows, CPU))
+    result = sample(logits.half(), rows)
     expected = logits.half().float().log_softmax(-1)
     assert result.logprobs is not None
-    assert result.top_ids is not None
-    assert result.top_logprobs is not None
-    torch.testing.assert_close(result.logprobs, expected[range(3), result.token_ids])
-    torch.testing.assert_close(result.top_logprobs, expected.topk(3).values)
-    torch.testing.assert_close(expected.gather(1, result.top_ids), result.top_logprobs)
+    torch.testing.assert_close(result.logprobs.chosen, expected[range(3), result.token_ids])
+    torch.testing.assert_close(result.logprobs.top, expected.topk(3).values)
+    torch.testing.assert_close(expected.gather(1, result.logprobs.top_ids), result.logprobs.top)
 
 
 def test_more_logprobs_than_tokens() -> None:
     rows = [(SamplingParams(logprobs=100), 1, 0)]
-    result = sample(logits_of(1), SamplingBatch.build(rows, CPU))
-    assert result.top_ids is not None
-    assert result.top_ids.shape == (1, VOCABULARY)
+    result = sample(logits_of(1), rows)
+    assert result.logprobs is not None
+    assert result.logprobs.top_ids.shape == (1, VOCABULARY)
+
+
+MIXED = [
+    SamplingParams(temperature=0, frequency_penalty=1.5),
+    SamplingParams(temperature=0.5, logit_bias={3: 5.0, 30: -100.0}),
+    SamplingParams(temperature=1.3, top_k=5, repetition_penalty=1.4),
+    SamplingParams(temperature=0.9, top_p=0.7, presence_penalty=2),
+    SamplingParams(min_p=0.2, min_tokens=200),
+    SamplingParams(),
+]
+
+
+def mixed_rows(count: int) -> list[SamplingRow]:
+    rows = []
+    for i in range(count):
+        request = Request(i, [1, 2, 3 + i], MIXED[i % len(MIXED)], 100 + i, max_length=10**6)
+        request.token_ids += [(7 * i + j * j) % VOCABULARY for j in range(i)]
+        request.end_token_ids = (0, 36)
+        rows.append(SamplingRow(request))
+    return rows
+
+
+def with_seed(request: Request, seed: int) -> Request:
+    """The same request, prompt and output, under another seed."""
+    prompt = request.token_ids[: request.num_prompt]
+    other = Request(0, prompt, request.params, seed, max_length=10**6)
+    other.token_ids, other.end_token_ids = request.token_ids, request.end_token_ids
+    return other
+
+
+def test_a_row_with_everything_does_not_depend_on_its_batch() -> None:
+    rows, logits = mixed_rows(23), logits_of(23)
+    untouched = logits.clone()
+    sampler = Sampler()
+    together = sampler.sample(logits, rows).token_ids.tolist()
+    assert torch.equal(logits, untouched)
+    alone = [sampler.sample(logits[i : i + 1], rows[i : i + 1]).token_ids for i in range(23)]
+    assert torch.cat(alone).tolist() == together
+    order = torch.randperm(23, generator=torch.Generator().manual_seed(1))
+    shuffled = sampler.sample(logits[order], [rows[i] for i in order]).token_ids
+    assert shuffled.tolist() == [together[i] for i in order]
+
+
+def test_probabilities_are_what_sample_draws_from() -> None:
+    rows, sampler = mixed_rows(6), Sampler()
+    logits = logits_of(6)
+    probabilities = sampler.probabilities(logits, rows)
+    torch.testing.assert_close(probabilities.sum(1), torch.ones(6))
+    draws = 3000
+    for i, row in enumerate(rows):
+        request = row.request
+        many = [SamplingRow(with_seed(request, seed)) for seed in range(draws)]
+        tokens = sampler.sample(logits[i].expand(draws, -1), many).token_ids
+        share = torch.bincount(tokens, minlength=VOCABULARY) / draws
+        assert (share - probabilities[i]).abs().max() < 5 * 0.5 / draws**0.5
+        assert (share[probabilities[i] == 0] == 0).all()
+    assert probabilities[0].max() == 1
+    assert (probabilities[2] > 0).sum() == 5
+    assert probabilities[4, [0, 36]].tolist() == [0, 0]
+
+
+def test_probabilities_of_a_spoilt_row_are_zero() -> None:
+    logits = logits_of(3)
+    logits[0, 3] = float("nan")
+    logits[1] = float("-inf")
+    probabilities = Sampler().probabilities(logits, mixed_rows(3))
+    assert probabilities.sum(1).tolist() == pytest.approx([0, 0, 1])
+
+
+def test_bias_adds_to_logits() -> None:
+    logits = torch.zeros(2, 8)
+    rows = [(SamplingParams(temperature=0, logit_bias={5: 1.0, 0: -1}), 0, 0)]
+    assert draw(logits, [*rows, (SamplingParams(temperature=0), 0, 0)]) == [5, 0]
+    counts = draws(torch.zeros(1, 8), SamplingParams(logit_bias={2: -100}), 200)
+    assert counts[2] == 0
+
+
+def test_the_streams_of_uniforms_are_independent() -> None:
+    pairs = torch.tensor(
+        [(uniform(s, i), uniform(s, i, ACCEPT)) for s in range(30) for i in range(100)],
+        dtype=torch.float64,
+    )
+    assert torch.corrcoef(pairs.T)[0, 1].abs() < 0.07
+    assert len(set(pairs.flatten().tolist())) == 6000

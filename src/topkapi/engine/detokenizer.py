@@ -85,11 +85,13 @@ class OutputText:
         self._taken = 0
         self._finished = False
 
-    def push(self, token_id: int) -> str | None:
-        """Take in a token; the stop string it completed, or None."""
+    def push(self, token_id: int, *, may_stop: bool = True) -> str | None:
+        """Take in a token; the stop string it completed, or None. With `may_stop` off, a stop
+        string that it completes is ordinary text for good.
+        """
         if self._detokenizer is None:
             return None
-        return self._append(self._detokenizer.push(token_id))
+        return self._append(self._detokenizer.push(token_id), may_stop)
 
     def finish(self) -> str | None:
         """Take in what was held back, and hold back nothing more; the stop string it completed."""
@@ -105,13 +107,14 @@ class OutputText:
         new, self._taken = self.text[self._taken : end], max(self._taken, end)
         return new
 
-    def _append(self, new: str) -> str | None:
+    def _append(self, new: str, may_stop: bool = True) -> str | None:
         if not new:
             return None
-        longest = max(map(len, self._stop), default=1)
-        start = max(len(self.text) - longest + 1, 0)
+        old = len(self.text)
         self.text += new
-        found = [(self.text.find(stop, start), stop) for stop in self._stop]
+        if not may_stop:
+            return None
+        found = [(self.text.find(stop, max(old - len(stop) + 1, 0)), stop) for stop in self._stop]
         found = [(place, stop) for place, stop in found if place >= 0]
         if not found:
             return None

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from topkapi.engine.detokenizer import Decoder, Detokenizer, OutputText
+from topkapi.engine.grammar import GrammarCompiler
 from topkapi.engine.request import (
     FinishReason,
     Request,
@@ -23,6 +24,7 @@ from topkapi.engine.request import (
     SamplingParams,
     TokenLogprob,
 )
+from topkapi.engine.sampler import NOTHING_ALLOWED
 from topkapi.engine.scheduler import Batch, Scheduler
 from topkapi.errors import KernelRefusedError, RequestError, TopkapiError
 
@@ -68,6 +70,7 @@ class Engine:
         self.scheduler = scheduler
         self._runner = runner
         self._tokenizer = tokenizer
+        self._grammars = GrammarCompiler(tokenizer, limits.vocab_size, limits.eos_token_ids)
         self._live: dict[int, _Live] = {}
         self._next_id = 0
 
@@ -93,13 +96,23 @@ class Engine:
                 f"{longest} (the model's context, or the cache if that is smaller): expected at "
                 f"most {longest - 1}"
             )
-        for name, value in (("top_k", params.top_k), ("logprobs", params.logprobs or 0)):
+        if params.n > 1:
+            raise RequestError("n: a request has one completion; add each of params.completions()")
+        self._check_tokens(params)
+        self._grammars.check(params)
+        return prompt
+
+    def _check_tokens(self, params: SamplingParams) -> None:
+        """What of `params` depends on the vocabulary and the tokenizer."""
+        vocab = self.limits.vocab_size
+        for name in ("top_k", "logprobs", "prompt_logprobs"):
+            value = getattr(params, name) or 0
             if value > vocab:
                 raise RequestError(f"{name}: expected at most the vocabulary {vocab}, got {value}")
         _plain_ids(params.stop_token_ids, vocab, what="stop_token_ids")
+        _plain_ids([token_id for token_id, _ in params.bias], vocab, what="logit_bias")
         if params.stop and self._tokenizer is None:
             raise RequestError("stop: the model has no tokenizer, so there is no text to stop in")
-        return prompt
 
     def add(
         self, prompt_token_ids: Sequence[int], params: SamplingParams, prompt: str | None = None
@@ -108,6 +121,9 @@ class Engine:
         ids = self.check(prompt_token_ids, params)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         request = Request(self.new_id(), ids, params, seed, self.limits.max_length, prompt)
+        eos = frozenset() if params.ignore_eos else self.limits.eos_token_ids
+        request.end_token_ids = tuple(eos.union(params.stop_token_ids))
+        request.grammar = self._grammars.start(params)
         detokenizer = None
         if self._tokenizer is not None:
             detokenizer = Detokenizer(self._tokenizer, ids, skip_special=params.skip_special_tokens)
@@ -156,7 +172,7 @@ class Engine:
         if isinstance(got, RequestError):
             return self._update(live, [], self._finish(live, "error", error=got))
         if got.token_id < 0:
-            fault = RequestError(f"the model gave NaN logits after {request.num_tokens} tokens")
+            fault = _no_token(got.token_id, request.num_tokens)
             return self._update(live, [], self._finish(live, "error", error=fault))
         request.token_ids.append(got.token_id)
         self.scheduler.share(request)
@@ -171,9 +187,14 @@ class Engine:
             return self._finish(live, "stop", stop_reason=token_id)
         if token_id in self.limits.eos_token_ids and not params.ignore_eos:
             return self._finish(live, "stop")
-        matched = live.text.push(token_id)
+        matched = live.text.push(token_id, may_stop=request.num_output >= params.min_tokens)
         if matched is not None:
             return self._finish(live, "stop", stop_reason=matched)
+        try:
+            if request.grammar is not None and request.grammar.advance(token_id):
+                return self._finish(live, "stop")
+        except RequestError as error:
+            return self._finish(live, "error", error=error)
         if request.num_output == params.max_tokens or request.num_tokens == request.max_length:
             return self._finish(live, "length")
         return None
@@ -203,6 +224,7 @@ class Engine:
             logprobs=None if request.params.logprobs is None else request.logprobs,
             error=error,
             num_cached_tokens=request.num_cached or 0,
+            prompt_logprobs=_prompt_logprobs(request),
         )
 
     def _update(
@@ -215,6 +237,16 @@ class Engine:
             logprobs=None if live.request.params.logprobs is None else new,
             output=output,
         )
+
+
+def _no_token(token_id: int, num_tokens: int) -> RequestError:
+    if token_id == NOTHING_ALLOWED:
+        return RequestError(f"no token is allowed or possible after {num_tokens} tokens")
+    return RequestError(f"the model gave NaN or infinite logits after {num_tokens} tokens")
+
+
+def _prompt_logprobs(request: Request) -> list[TokenLogprob | None] | None:
+    return None if request.params.prompt_logprobs is None else [None, *request.prompt_logprobs]
 
 
 def _plain_ids(ids: Collection[object], vocab: int, what: str = "the prompt") -> list[int]:

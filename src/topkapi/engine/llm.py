@@ -12,7 +12,7 @@ chat template) raises `ConfigError`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -116,7 +116,8 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Complete each prompt: a text, or token ids as they are. Outputs are in prompts' order.
+        """Complete each prompt: a text, or token ids as they are. Outputs are in prompts' order,
+        the `n` completions of a prompt one after another.
 
         `sampling_params` is one for all or one for each. A bad prompt gets an output with
         `finish_reason="error"`; the others finish.
@@ -131,7 +132,7 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or each of several: always a list, one output a conversation.
+        """Answer one conversation, or each of several: always a list, `n` outputs a conversation.
 
         A message is `{"role": ..., "content": ...}`; the tokenizer's chat template lays them out.
         """
@@ -206,7 +207,7 @@ class LLM:
         order: list[int] = []
         pending: set[int] = set()
         try:
-            for prompt, choice in zip(prompts, params, strict=True):
+            for prompt, choice in _completions(prompts, params):
                 admitted = self._admit(prompt, choice)
                 if isinstance(admitted, RequestOutput):
                     outputs[admitted.request_id] = admitted
@@ -284,6 +285,15 @@ def _load(
     if tokenizer is None and any(path.glob("tokenizer*")):
         tokenizer = load_tokenizer(path)
     return load_model(path, dtype, device, config_overrides=config_overrides), tokenizer
+
+
+def _completions(
+    prompts: Sequence[Prompt | RequestError], params: Sequence[SamplingParams]
+) -> Iterator[tuple[Prompt | RequestError, SamplingParams]]:
+    """Every completion wanted, prompt by prompt."""
+    for prompt, choice in zip(prompts, params, strict=True):
+        for completion in choice.completions():
+            yield prompt, completion
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

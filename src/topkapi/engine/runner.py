@@ -7,6 +7,7 @@ decoder, computes logits at the last row of the chunks that sample, and samples.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -15,8 +16,9 @@ import torch
 from topkapi.attention.backend import NativeSparseAttnBackend
 from topkapi.attention.forward_batch import ForwardBatch, ForwardMode
 from topkapi.cache import NSATokenToKVPool, ReqToTokenPool
-from topkapi.engine.request import TokenLogprob
-from topkapi.engine.sampler import SampledTokens, SamplingBatch, sample
+from topkapi.engine.logprobs import chosen_to_host, note_prompt_logprobs
+from topkapi.engine.request import SamplingRow, TokenLogprob
+from topkapi.engine.sampler import Sampler
 from topkapi.engine.scheduler import Batch, Chunk
 from topkapi.models.attention import DsaStep
 from topkapi.models.decoder import compute_logits, run_decoder
@@ -36,6 +38,7 @@ class Runner:
         self._backend = backend
         self._rows = rows
         self._pool = pool
+        self._sampler = Sampler()
         self._device = rows.req_to_token.device
 
     @torch.inference_mode()
@@ -43,7 +46,8 @@ class Runner:
         """The next token of every chunk that samples, in order; id -1 where logits held NaN.
 
         The host waits once, for the sampled tokens (and once more when log-probabilities are
-        asked for); not at all when no chunk samples.
+        asked for); not at all when no chunk samples. Log-probabilities of prompts are noted in
+        their requests.
         """
         self._map_pages(batch.chunks)
         forward_batch = self._forward_batch(batch.chunks)
@@ -54,13 +58,14 @@ class Runner:
             forward_batch.positions,
             DsaStep(self._backend, forward_batch),
         )
-        sampling = [chunk for chunk in batch.chunks if chunk.samples]
-        if not sampling:
+        note_prompt_logprobs(batch.chunks, hidden, partial(compute_logits, self._model))
+        rows = [SamplingRow(chunk.request) for chunk in batch.chunks if chunk.samples]
+        if not rows:
             return []
         last_rows = self._to_device(_last_rows(batch.chunks))
         logits = compute_logits(self._model, hidden[last_rows])
-        choices = [(c.request.params, c.request.seed, c.request.num_output) for c in sampling]
-        return _to_host(sample(logits, SamplingBatch.build(choices, self._device)), sampling)
+        counts = [row.request.params.logprobs for row in rows]
+        return chosen_to_host(self._sampler.sample(logits, rows), counts)
 
     def _map_pages(self, chunks: Sequence[Chunk]) -> None:
         """Write the slots of pages allocated for this step into the requests' table rows."""
@@ -119,22 +124,4 @@ def _last_rows(chunks: Sequence[Chunk]) -> list[int]:
         ends.append(ends[-1] + chunk.length)
     return [
         end - 1 for chunk, (_, end) in zip(chunks, pairwise(ends), strict=True) if chunk.samples
-    ]
-
-
-def _to_host(sampled: SampledTokens, chunks: Sequence[Chunk]) -> list[TokenLogprob]:
-    token_ids = sampled.token_ids.tolist()
-    if sampled.logprobs is None:
-        return [TokenLogprob(token_id, 0.0, {}) for token_id in token_ids]
-    assert sampled.top_ids is not None, "log-probabilities come with the best tokens"
-    assert sampled.top_logprobs is not None, "log-probabilities come with the best tokens"
-    chosen = sampled.logprobs.tolist()
-    ids, values = sampled.top_ids.tolist(), sampled.top_logprobs.tolist()
-    return [
-        TokenLogprob(
-            token_ids[i],
-            chosen[i],
-            dict(zip(ids[i][:count], values[i][:count], strict=True)),
-        )
-        for i, count in enumerate(chunk.request.params.logprobs or 0 for chunk in chunks)
     ]

@@ -14,7 +14,17 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from topkapi.engine.request import SamplingParams
+from topkapi.engine.penalties import Penalties
+from topkapi.engine.request import SamplingRow
+from topkapi.engine.token_mask import mask_
+
+# In place of a token id: the row's logits held NaN or infinity, or nothing was allowed.
+NOT_FINITE = -1
+NOTHING_ALLOWED = -2
+
+# Independent streams of uniforms: the choice of a token, and whether its draft is accepted.
+CHOOSE = 0
+ACCEPT = 1
 
 # Whole-number weight of a row's most probable token: 2^40 keeps sums below 2^63 for any vocabulary
 # up to 8 million tokens, and drops tokens 10^-12 times less probable than the best one.
@@ -24,9 +34,9 @@ _MASK = 2**64 - 1
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """The sampling choices of B rows: tensors on the device, and what the host knows of them.
+    """The sampling choices of R rows: tensors on the device, and what the host knows of them.
 
-    `columns [5, B]` float64: temperature, top_k, top_p, min_p, uniform. Flags say which parts of
+    `columns [5, R]` float64: temperature, top_k, top_p, min_p, uniform. Flags say which parts of
     the work some row needs; `num_logprobs` is None when no row asks.
     """
 
@@ -37,48 +47,132 @@ class SamplingBatch:
     num_logprobs: int | None
 
     @classmethod
-    def build(
-        cls, rows: Sequence[tuple[SamplingParams, int, int]], device: torch.device
-    ) -> SamplingBatch:
-        """From each row's `(params, seed, index of the token to be chosen)`. One copy to device."""
+    def build(cls, rows: Sequence[SamplingRow], device: torch.device) -> SamplingBatch:
+        """One copy to the device."""
+        params = [row.request.params for row in rows]
         columns = np.array(
             [
-                (p.temperature, p.top_k, p.top_p, p.min_p, uniform(seed, index))
-                for p, seed, index in rows
+                (p.temperature, p.top_k, p.top_p, p.min_p, uniform(row.request.seed, row.index))
+                for p, row in zip(params, rows, strict=True)
             ],
             dtype=np.float64,
         ).T
-        sampled = [params for params, _, _ in rows if params.temperature > 0]
-        asked = [params.logprobs for params, _, _ in rows if params.logprobs is not None]
+        sampled = [item for item in params if item.temperature > 0]
+        asked = [item.logprobs for item in params if item.logprobs is not None]
         return cls(
             columns=torch.from_numpy(np.ascontiguousarray(columns)).to(device),
             samples=bool(sampled),
-            sorts=any(params.top_k or params.top_p < 1 for params in sampled),
-            has_min_p=any(params.min_p > 0 for params in sampled),
+            sorts=any(item.top_k or item.top_p < 1 for item in sampled),
+            has_min_p=any(item.min_p > 0 for item in sampled),
             num_logprobs=max(asked) if asked else None,
         )
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """Natural logarithms of the model's own probabilities, on the device.
+
+    `chosen [R]` fp32 of given tokens; `top_ids [R, n]` int64 and `top [R, n]` fp32 of the n best.
+    """
+
+    chosen: torch.Tensor
+    top_ids: torch.Tensor
+    top: torch.Tensor
+
+    @classmethod
+    def of(cls, logits: torch.Tensor, token_ids: torch.Tensor, count: int) -> Logprobs:
+        """From `logits [R, V]` (any float dtype) and `token_ids [R]` int64, negative for none."""
+        log_probs = logits.float().log_softmax(dim=-1)
+        chosen = log_probs.gather(-1, token_ids.clamp_min(0)[:, None]).squeeze(-1)
+        top, top_ids = log_probs.topk(min(count, logits.shape[-1]), dim=-1)
+        return cls(chosen, top_ids, top)
 
 
 @dataclass(frozen=True)
 class SampledTokens:
     """The chosen tokens, still on the device.
 
-    `token_ids [B]` int64, -1 where a row's logits held NaN. With `n = num_logprobs`:
-    `logprobs [B]` fp32 of the chosen ones, `top_ids [B, n]` int64 and `top_logprobs [B, n]` fp32.
+    `token_ids [R]` int64: `NOT_FINITE` where a row's logits held NaN or infinity,
+    `NOTHING_ALLOWED` where no token was left. `logprobs` is None when no row asks.
     """
 
     token_ids: torch.Tensor
-    logprobs: torch.Tensor | None = None
-    top_ids: torch.Tensor | None = None
-    top_logprobs: torch.Tensor | None = None
+    logprobs: Logprobs | None = None
 
 
-def uniform(seed: int, index: int) -> float:
-    """A number in [0, 1), the same for the same `(seed, index)`.
+class Sampler:
+    """Chooses tokens for requests that come and go; keeps their token counts on the device."""
+
+    def __init__(self) -> None:
+        self._penalties = Penalties()
+
+    def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> SampledTokens:
+        """Choose one token for each row of `logits [R, V]` (any float dtype). Never synchronises.
+
+        Log-probabilities are the model's own, before anything below changes them.
+        """
+        batch = SamplingBatch.build(rows, logits.device)
+        adjusted = self._adjust(logits, rows)
+        best = adjusted.amax(dim=-1, keepdim=True)
+        token_ids = adjusted.argmax(dim=-1)
+        if batch.samples:
+            sampled = _draw(_weights(adjusted - best, batch), batch.columns[4])
+            token_ids = torch.where(batch.columns[0] > 0, sampled, token_ids)
+        finite = best.squeeze(-1)
+        token_ids = torch.where(finite.isneginf(), NOTHING_ALLOWED, token_ids)
+        token_ids = torch.where(finite.isnan() | finite.isposinf(), NOT_FINITE, token_ids)
+        if batch.num_logprobs is None:
+            return SampledTokens(token_ids)
+        return SampledTokens(token_ids, Logprobs.of(logits, token_ids, batch.num_logprobs))
+
+    def probabilities(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+        """What `sample` draws from: `[R, V]` fp32, each row's sum 1. Never synchronises.
+
+        After penalties, bias, allowed tokens, temperature, top_k, top_p and min_p; all on one token
+        for greedy rows. All zeros where `sample` would give no token. Speculation verifies drafts
+        against these.
+        """
+        batch = SamplingBatch.build(rows, logits.device)
+        adjusted = self._adjust(logits, rows)
+        best = adjusted.amax(dim=-1, keepdim=True)
+        chosen = adjusted.argmax(dim=-1, keepdim=True)
+        probabilities = torch.zeros_like(adjusted).scatter_(-1, chosen, 1.0)
+        if batch.samples:
+            weights = _weights(adjusted - best, batch)
+            shares = weights / weights.sum(dim=-1, keepdim=True).clamp_min(1)
+            probabilities = torch.where(batch.columns[0][:, None] > 0, shares, probabilities)
+        return probabilities.masked_fill(~best.isfinite(), 0.0)
+
+    def _adjust(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+        """Logits `[R, V]` fp32 after penalties, bias and masks; the given ones stay as they are."""
+        adjusted = logits.float()
+        if not any(row.changes_logits for row in rows):
+            return adjusted
+        if adjusted is logits:
+            adjusted = logits.clone()
+        self._penalties.apply_(adjusted, rows)
+        _bias_(adjusted, rows)
+        mask_(adjusted, rows)
+        return adjusted
+
+
+def _bias_(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
+    """Add every row's `logit_bias` to `logits [R, V]` in place."""
+    found = [(i, *pair) for i, row in enumerate(rows) for pair in row.request.params.bias]
+    if not found:
+        return
+    # fp64 holds every row and token id.
+    row, token, bias = torch.tensor(found, dtype=torch.float64).to(logits.device).T
+    logits.index_put_((row.long(), token.long()), bias.to(logits.dtype), accumulate=True)
+
+
+def uniform(seed: int, index: int, stream: int = CHOOSE) -> float:
+    """A number in [0, 1), the same for the same `(seed, index, stream)`.
 
     SplitMix64 (Steele, Lea and Flood 2014): the mix of a counter that starts at the mixed seed.
     """
-    return (_mix(_mix(seed) + (index + 1) * 0x9E3779B97F4A7C15) >> 11) * 2.0**-53
+    start = _mix(seed) + stream * 0xD6E8FEB86659FD93
+    return (_mix(start + (index + 1) * 0x9E3779B97F4A7C15) >> 11) * 2.0**-53
 
 
 def _mix(value: int) -> int:
@@ -86,24 +180,6 @@ def _mix(value: int) -> int:
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
     return value ^ (value >> 31)
-
-
-def sample(logits: torch.Tensor, batch: SamplingBatch) -> SampledTokens:
-    """Choose one token for each row of `logits [B, V]` (any float dtype). Never synchronises."""
-    logits = logits.float()
-    best = logits.amax(dim=-1, keepdim=True)
-    token_ids = logits.argmax(dim=-1)
-    if batch.samples:
-        sampled = _draw(_weights(logits - best, batch), batch.columns[4])
-        token_ids = torch.where(batch.columns[0] > 0, sampled, token_ids)
-    token_ids = torch.where(best.squeeze(-1).isnan(), -1, token_ids)
-    if batch.num_logprobs is None:
-        return SampledTokens(token_ids)
-    log_probs = logits.log_softmax(dim=-1)
-    chosen = log_probs.gather(-1, token_ids.clamp_min(0)[:, None]).squeeze(-1)
-    count = min(batch.num_logprobs, logits.shape[-1])
-    top_logprobs, top_ids = log_probs.topk(count, dim=-1)
-    return SampledTokens(token_ids, chosen, top_ids, top_logprobs)
 
 
 def _weights(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
