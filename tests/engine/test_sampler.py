@@ -239,3 +239,21 @@ def test_the_streams_of_uniforms_are_independent() -> None:
     )
     assert torch.corrcoef(pairs.T)[0, 1].abs() < 0.07
     assert len(set(pairs.flatten().tolist())) == 6000
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_chooses_the_same_without_waiting() -> None:
+    rows, logits = mixed_rows(23), logits_of(23)
+    expected = Sampler().sample(logits, rows).token_ids
+    sampler, on_gpu = Sampler(), logits.cuda()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        first = sampler.sample(on_gpu, rows)
+        again = sampler.sample(on_gpu, rows)
+        probabilities = sampler.probabilities(on_gpu, rows)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert first.token_ids.tolist() == expected.tolist()
+    assert again.token_ids.tolist() == expected.tolist()
+    torch.testing.assert_close(probabilities.cpu(), Sampler().probabilities(logits, rows))

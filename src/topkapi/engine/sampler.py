@@ -60,7 +60,7 @@ class SamplingBatch:
         sampled = [item for item in params if item.temperature > 0]
         asked = [item.logprobs for item in params if item.logprobs is not None]
         return cls(
-            columns=torch.from_numpy(np.ascontiguousarray(columns)).to(device),
+            columns=torch.from_numpy(np.ascontiguousarray(columns)).to(device, non_blocking=True),
             samples=bool(sampled),
             sorts=any(item.top_k or item.top_p < 1 for item in sampled),
             has_min_p=any(item.min_p > 0 for item in sampled),
