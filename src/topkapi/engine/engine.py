@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import operator
 import secrets
-from collections.abc import Collection, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,9 +25,13 @@ from topkapi.engine.request import (
     RequestUpdate,
     SamplingParams,
     TokenLogprob,
+    Urgency,
 )
 from topkapi.engine.sampler import NOTHING_ALLOWED
 from topkapi.engine.scheduler import Batch, Scheduler
+from topkapi.engine.selection_stats import SelectionStats
+from topkapi.engine.stats import CacheStats, EngineStats
+from topkapi.engine.timeline import Timeline
 from topkapi.errors import KernelRefusedError, RequestError, TopkapiError
 
 # What a forward pass may raise for the sake of one request; out-of-memory is a RuntimeError.
@@ -65,7 +71,14 @@ class Engine:
         scheduler: Scheduler,
         limits: EngineLimits,
         tokenizer: Decoder | None = None,
+        *,
+        timeline: Timeline | None = None,
+        selection: SelectionStats | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`timeline` and `selection` are the runner's, read here; `clock` gives seconds, for
+        timeouts.
+        """
         self.limits = limits
         self.scheduler = scheduler
         self._runner = runner
@@ -73,6 +86,12 @@ class Engine:
         self._grammars = GrammarCompiler(tokenizer, limits.vocab_size, limits.eos_token_ids)
         self._live: dict[int, _Live] = {}
         self._next_id = 0
+        self._timeline = timeline or Timeline()
+        self._selection = selection
+        self._clock = clock
+        self._steps = 0
+        self._computed_tokens = 0
+        self._finished: Counter[str] = Counter()
 
     @property
     def has_work(self) -> bool:
@@ -115,7 +134,11 @@ class Engine:
             raise RequestError("stop: the model has no tokenizer, so there is no text to stop in")
 
     def add(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams, prompt: str | None = None
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        prompt: str | None = None,
+        urgency: Urgency | None = None,
     ) -> int:
         """Queue a request and return its id. Raises `RequestError` as `check` does."""
         ids = self.check(prompt_token_ids, params)
@@ -124,6 +147,10 @@ class Engine:
         eos = frozenset() if params.ignore_eos else self.limits.eos_token_ids
         request.end_token_ids = tuple(eos.union(params.stop_token_ids))
         request.grammar = self._grammars.start(params)
+        urgency = urgency or Urgency()
+        request.priority = urgency.priority
+        if urgency.timeout is not None:
+            request.deadline = self._clock() + urgency.timeout
         detokenizer = None
         if self._tokenizer is not None:
             detokenizer = Detokenizer(self._tokenizer, ids, skip_special=params.skip_special_tokens)
@@ -143,11 +170,58 @@ class Engine:
         Raises `KernelRefusedError` when no kernel takes the model: no request is at fault then,
         and the caller should abort its own.
         """
+        self._timeline.begin()
+        updates = self._expire()
         batch = self.scheduler.schedule()
         assert batch.chunks or not self.has_work, "work is waiting and nothing can run"
-        results = self._run(batch)
+        self._timeline.end("schedule")
+        results = self._run(batch) if batch.chunks else []
+        self._timeline.end("sample")
         self.scheduler.advance(batch)
-        return [self._accept(self._live[request.request_id], got) for request, got in results]
+        for request, got in results:
+            updates.append(self._accept(self._live[request.request_id], got))
+        self._note(batch)
+        return updates
+
+    def stats(self) -> EngineStats:
+        """Counters and occupancy. Waits for the device where selections are looked at."""
+        scheduler = self.scheduler
+        return EngineStats(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            steps=self._steps,
+            computed_tokens=self._computed_tokens,
+            preemptions=scheduler.num_preemptions,
+            finished=dict(self._finished),
+            seconds=dict(self._timeline.seconds),
+            cache=CacheStats.of(scheduler.leases, scheduler.num_looked_up, scheduler.num_found),
+            selection=self._selection.read() if self._selection else [],
+        )
+
+    def _expire(self) -> list[RequestUpdate]:
+        """End every request that is out of time."""
+        now = self._clock()
+        late = [
+            live
+            for live in self._live.values()
+            if live.request.deadline is not None and live.request.deadline <= now
+        ]
+        return [self._update(live, [], self._finish(live, "timeout")) for live in late]
+
+    def _note(self, batch: Batch) -> None:
+        """Count the step, and what it took."""
+        scheduler, leases = self.scheduler, self.scheduler.leases
+        self._steps += bool(batch.chunks)
+        self._computed_tokens += batch.num_tokens
+        self._timeline.end("output")
+        counters = {
+            "running": len(scheduler.running),
+            "waiting": len(scheduler.waiting),
+            "held pages": leases.num_pages - leases.available,
+            "kept pages": leases.available - leases.num_free,
+        }
+        name = f"{len(batch.chunks)} requests, {batch.num_tokens} tokens"
+        self._timeline.finish(name, counters)
 
     def _run(self, batch: Batch) -> list[tuple[Request, TokenLogprob | RequestError]]:
         """Run a batch; when that fails, each of its requests alone, to find the one at fault.
@@ -213,6 +287,7 @@ class Engine:
             reason, stop_reason = "stop", matched
         self.scheduler.remove(request)
         del self._live[request.request_id]
+        self._finished[reason] += 1
         return RequestOutput(
             request_id=request.request_id,
             prompt=request.prompt,

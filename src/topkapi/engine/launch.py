@@ -6,13 +6,16 @@ The one place of the engine that sizes memory. Knows nothing about prompts or te
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from topkapi.attention.backend import NativeSparseAttnBackend
 from topkapi.cache import (
+    HostTier,
     NSATokenToKVPool,
     PageAllocator,
     PageLeases,
@@ -23,7 +26,10 @@ from topkapi.config import BackendOptions, DsaConfig
 from topkapi.engine.engine import Engine, EngineLimits
 from topkapi.engine.runner import Runner
 from topkapi.engine.scheduler import Scheduler, SchedulerLimits
+from topkapi.engine.selection_stats import SelectionStats
+from topkapi.engine.timeline import Timeline
 from topkapi.errors import ConfigError
+from topkapi.models.decoder import attention_modules
 
 _FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 # Without a GPU the cache shares the machine with everything else, and its memory is touched when it
@@ -42,6 +48,10 @@ class EngineOptions:
     max_running_requests: int = 64
     page_size: int = 64
     memory_fraction: float = 0.8
+    enable_prefix_cache: bool = True
+    host_cache_tokens: int = 0
+    trace: Path | None = None
+    selection_stats_every: int = 0
     backend: BackendOptions = field(default_factory=BackendOptions)
 
     def __post_init__(self) -> None:
@@ -49,6 +59,11 @@ class EngineOptions:
             value = getattr(self, name)
             if value is not None and value < 2:
                 raise ConfigError(f"{name}: expected None or at least 2, got {value}")
+        for name in ("host_cache_tokens", "selection_stats_every"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}: expected at least 0, got {getattr(self, name)}")
+        if self.host_cache_tokens and not self.enable_prefix_cache:
+            raise ConfigError("host_cache_tokens: needs enable_prefix_cache, whose pages it keeps")
         if not 0 < self.memory_fraction <= 1:
             raise ConfigError(f"memory_fraction: expected (0, 1], got {self.memory_fraction}")
 
@@ -83,12 +98,30 @@ def make_engine(
         options=options.backend,
     )
     limits = EngineLimits(int(model.config.vocab_size), max_length, eos)
-    runner = Runner(model, backend, rows, pool)
+    modules = attention_modules(model, config)
+    timeline = Timeline(device, options.trace)
+    timeline.watch(modules)
+    selection = SelectionStats(backend, options.selection_stats_every)
+    selection.watch(modules)
+    runner = Runner(model, backend, rows, pool, timeline)
     return Engine(
         runner,
-        Scheduler(scheduling, PageLeases(pages, PrefixTree(options.page_size)), rows),
+        Scheduler(scheduling, _make_leases(pages, [pool], options), rows),
         limits,
         tokenizer,
+        timeline=timeline,
+        selection=selection,
+    )
+
+
+def _make_leases(
+    pages: PageAllocator, pools: Sequence[NSATokenToKVPool], options: EngineOptions
+) -> PageLeases:
+    if not options.enable_prefix_cache:
+        return PageLeases(pages)
+    places = pages.pages_for(options.host_cache_tokens)
+    return PageLeases(
+        pages, PrefixTree(options.page_size, HostTier(pools, places) if places else None)
     )
 
 

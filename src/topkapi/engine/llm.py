@@ -28,7 +28,9 @@ from topkapi.engine.request import (
     RequestOutput,
     RequestUpdate,
     SamplingParams,
+    Urgency,
 )
+from topkapi.engine.stats import EngineStats
 from topkapi.errors import ConfigError, RequestError
 from topkapi.models.decoder import install
 from topkapi.models.loading import load_model, load_tokenizer, resolve_model_path
@@ -62,6 +64,10 @@ class LLM:
         max_running_requests: int = 64,
         page_size: int = 64,
         memory_fraction: float = 0.8,
+        enable_prefix_cache: bool = True,
+        host_cache_tokens: int = 0,
+        trace: str | Path | None = None,
+        selection_stats_every: int = 0,
         backend_options: BackendOptions | None = None,
         config_overrides: Mapping[str, Any] | None = None,
     ) -> None:
@@ -80,6 +86,14 @@ class LLM:
             max_batch_tokens: tokens of one step; longer prompts are computed in chunks.
             max_running_requests: requests computed at once; more of them wait.
             memory_fraction: share of the free device memory that the cache may take.
+            enable_prefix_cache: keep computed pages, so that a prompt that begins as an earlier one
+                (or goes on from its answer) starts behind what they share.
+            host_cache_tokens: tokens whose pages are kept in host memory (page-locked beside a GPU)
+                when the cache has no room for them, and brought back when they are wanted again.
+            trace: a file that gets a Chrome trace of every step; on a GPU steps are timed with
+                events then, which costs a little.
+            selection_stats_every: look at what the indexers select in every Nth forward pass, for
+                `stats`; 0 is never.
             backend_options: None reads the `TOPKAPI_` environment variables.
             config_overrides: fields of the model's config to change before loading, such as
                 `{"index_topk": 1024}`.
@@ -94,6 +108,10 @@ class LLM:
             max_running_requests=max_running_requests,
             page_size=page_size,
             memory_fraction=memory_fraction,
+            enable_prefix_cache=enable_prefix_cache,
+            host_cache_tokens=host_cache_tokens,
+            trace=None if trace is None else Path(trace),
+            selection_stats_every=selection_stats_every,
             backend=BackendOptions.from_environment()
             if backend_options is None
             else backend_options,
@@ -109,21 +127,31 @@ class LLM:
     def max_length(self) -> int:
         return self.engine.limits.max_length
 
+    def stats(self) -> EngineStats:
+        """What the engine has done so far: steps and their times, the cache and its hit rate, and
+        what the indexers select where `selection_stats_every` says so.
+        """
+        return self.engine.stats()
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        priority: int = 0,
+        timeout: float | None = None,
     ) -> list[RequestOutput]:
         """Complete each prompt: a text, or token ids as they are. Outputs are in prompts' order,
         the `n` completions of a prompt one after another.
 
-        `sampling_params` is one for all or one for each. A bad prompt gets an output with
+        `sampling_params` is one for all or one for each; `priority` (lower runs first) and
+        `timeout` (seconds) hold for all, see `Urgency`. A bad prompt gets an output with
         `finish_reason="error"`; the others finish.
         """
         wanted = _as_prompts(prompts)
-        return self._complete(wanted, _one_each(sampling_params, len(wanted)), use_tqdm)
+        urgency = Urgency(priority, timeout)
+        return self._complete(wanted, _one_each(sampling_params, len(wanted)), use_tqdm, urgency)
 
     def chat(
         self,
@@ -131,6 +159,8 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        priority: int = 0,
+        timeout: float | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several: always a list, `n` outputs a conversation.
 
@@ -146,10 +176,16 @@ class LLM:
                 prompts.append(self.encode_chat(conversation))
             except RequestError as error:
                 prompts.append(error)
-        return self._complete(prompts, _one_each(sampling_params, len(prompts)), use_tqdm)
+        urgency = Urgency(priority, timeout)
+        return self._complete(prompts, _one_each(sampling_params, len(prompts)), use_tqdm, urgency)
 
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
     ) -> Generator[RequestUpdate, None, None]:
         """Complete one prompt and yield what every step adds; the last update has the output.
 
@@ -158,7 +194,8 @@ class LLM:
         """
         params = SamplingParams() if sampling_params is None else sampling_params
         ids = self.engine.check(self._encode(prompt), params)
-        return self._stream(ids, params, prompt if isinstance(prompt, str) else None)
+        text = prompt if isinstance(prompt, str) else None
+        return self._stream(ids, params, text, Urgency(priority, timeout))
 
     def encode_chat(self, messages: Messages) -> list[int]:
         """Token ids of a conversation through the tokenizer's chat template, ready to be answered.
@@ -201,6 +238,7 @@ class LLM:
         prompts: Sequence[Prompt | RequestError],
         params: Sequence[SamplingParams],
         use_tqdm: bool,
+        urgency: Urgency,
     ) -> list[RequestOutput]:
         """Run all to the end. Whatever interrupts it, no request of this call is left behind."""
         outputs: dict[int, RequestOutput] = {}
@@ -208,7 +246,7 @@ class LLM:
         pending: set[int] = set()
         try:
             for prompt, choice in _completions(prompts, params):
-                admitted = self._admit(prompt, choice)
+                admitted = self._admit(prompt, choice, urgency)
                 if isinstance(admitted, RequestOutput):
                     outputs[admitted.request_id] = admitted
                     order.append(admitted.request_id)
@@ -228,20 +266,22 @@ class LLM:
                 self.engine.abort(request_id)
         return [outputs[request_id] for request_id in order]
 
-    def _admit(self, prompt: Prompt | RequestError, params: SamplingParams) -> int | RequestOutput:
+    def _admit(
+        self, prompt: Prompt | RequestError, params: SamplingParams, urgency: Urgency
+    ) -> int | RequestOutput:
         """Queue a prompt and return its id, or the output that says why it cannot run."""
         text = prompt if isinstance(prompt, str) else None
         try:
             if isinstance(prompt, RequestError):
                 raise prompt
-            return self.engine.add(self._encode(prompt), params, text)
+            return self.engine.add(self._encode(prompt), params, text, urgency)
         except RequestError as error:
             return RequestOutput(self.engine.new_id(), text, [], "", [], "error", error=error)
 
     def _stream(
-        self, ids: list[int], params: SamplingParams, text: str | None
+        self, ids: list[int], params: SamplingParams, text: str | None, urgency: Urgency
     ) -> Generator[RequestUpdate, None, None]:
-        request_id = self.engine.add(ids, params, text)
+        request_id = self.engine.add(ids, params, text, urgency)
         inbox = self._inboxes[request_id] = deque()
         try:
             while True:

@@ -24,10 +24,33 @@ __all__ = [
     "SamplingParams",
     "SamplingRow",
     "TokenLogprob",
+    "Urgency",
 ]
 
 FinishReason = Literal["stop", "length", "error", "abort", "timeout"]
 Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Urgency:
+    """When a request runs, and how long it may take.
+
+    Lower `priority` runs first, 0 is the usual, and equals go by arrival. `timeout` is in seconds
+    from arrival; a request that takes longer ends with what it has and `finish_reason` `timeout`.
+    Raises `RequestError` for a priority that is no whole number or a timeout that is not positive.
+    """
+
+    priority: int = 0
+    timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.priority, int) or isinstance(self.priority, bool):
+            raise RequestError(f"priority: expected a whole number, got {self.priority!r}")
+        if self.timeout is None:
+            return
+        number = isinstance(self.timeout, int | float) and not isinstance(self.timeout, bool)
+        if not number or not self.timeout > 0:
+            raise RequestError(f"timeout: expected seconds, more than 0, got {self.timeout!r}")
 
 
 @dataclass(frozen=True)

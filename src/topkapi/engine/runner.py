@@ -20,6 +20,7 @@ from topkapi.engine.logprobs import chosen_to_host, note_prompt_logprobs
 from topkapi.engine.request import SamplingRow, TokenLogprob
 from topkapi.engine.sampler import Sampler
 from topkapi.engine.scheduler import Batch, Chunk
+from topkapi.engine.timeline import Timeline
 from topkapi.models.attention import DsaStep
 from topkapi.models.decoder import compute_logits, run_decoder
 
@@ -33,6 +34,7 @@ class Runner:
         backend: NativeSparseAttnBackend,
         rows: ReqToTokenPool,
         pool: NSATokenToKVPool,
+        timeline: Timeline | None = None,
     ) -> None:
         self._model = model
         self._backend = backend
@@ -40,6 +42,7 @@ class Runner:
         self._pool = pool
         self._sampler = Sampler()
         self._device = rows.req_to_token.device
+        self._timeline = timeline or Timeline()
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> list[TokenLogprob]:
@@ -52,6 +55,7 @@ class Runner:
         self._map_pages(batch.chunks)
         forward_batch = self._forward_batch(batch.chunks)
         self._backend.init_forward_metadata(forward_batch)
+        self._timeline.end("metadata")
         hidden = run_decoder(
             self._model,
             self._to_device(_new_token_ids(batch.chunks)),
@@ -59,11 +63,13 @@ class Runner:
             DsaStep(self._backend, forward_batch),
         )
         note_prompt_logprobs(batch.chunks, hidden, partial(compute_logits, self._model))
+        self._timeline.end("rest")
         rows = [SamplingRow(chunk.request) for chunk in batch.chunks if chunk.samples]
         if not rows:
             return []
         last_rows = self._to_device(_last_rows(batch.chunks))
         logits = compute_logits(self._model, hidden[last_rows])
+        self._timeline.end("rest")
         counts = [row.request.params.logprobs for row in rows]
         return chosen_to_host(self._sampler.sample(logits, rows), counts)
 
