@@ -66,12 +66,14 @@ class Penalties:
             border = max(noted.num_tokens, request.num_prompt)
             prompt += [(noted.slot, t) for t in request.token_ids[noted.num_tokens : border]]
             output += [(noted.slot, t) for t in request.token_ids[border:]]
-            noted.num_tokens = request.num_tokens
         if prompt:
             slot, token = torch.tensor(prompt).to(logits.device, non_blocking=True).T
             self._in_prompt[slot, token] = True
         if output:
             _count(self._counts, torch.tensor(output).to(logits.device, non_blocking=True).T)
+        # Last, so that a step that failed here counts again and not twice.
+        for request in requests:
+            self._noted[request].num_tokens = request.num_tokens
 
     def _place(self, requests: Sequence[Request], logits: torch.Tensor) -> None:
         """Give each new request an empty slot."""
