@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from attention.world import (
 )
 from cases import poisoned_memory
 from tolerances import OUTPUT, assert_close
+from topkapi import ops
 from topkapi.attention import ForwardMode
 from topkapi.config import BackendOptions
 from topkapi.errors import ConfigError, ShapeError
@@ -233,6 +235,27 @@ def test_wrong_calls_teach() -> None:
         world.backend.forward(part.q, None, None, layer, batch)
     with pytest.raises(ConfigError, match="no index cache"):
         world.backend.forward_indexer(part.index_q, part.index_k, part.weights, 1, batch)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_kernel_is_told_its_phase(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rows a request decode, prompts prefill, and deterministic steps are all alike."""
+    calls: list[tuple[str, str]] = []
+    original = ops.sparse_mla
+
+    def recorded(*args: Any, phase: str, kernel: str, **kwargs: Any) -> Any:
+        calls.append((phase, kernel))
+        return original(*args, phase=phase, **kwargs)
+
+    monkeypatch.setattr(ops, "sparse_mla", recorded)
+    options = BackendOptions(
+        prefill_kernel="one", decode_kernel="other", deterministic=deterministic
+    )
+    for feed in FEEDS:
+        calls.clear()
+        World(options=options).step(streams_for(feed), feed.q_lens, feed.kv_lens, feed.mode)
+        prefill = deterministic or feed.mode in (ForwardMode.EXTEND, ForwardMode.MIXED)
+        assert calls == [("prefill", "one") if prefill else ("decode", "other")], feed.name
 
 
 def test_two_backends_share_no_state() -> None:

@@ -167,7 +167,9 @@ def test_capture_and_replay_are_the_eager_steps_bits(batch: Batch) -> None:
 def test_replays_that_grow_and_shrink_leave_nothing_behind(
     sequence: list[Batch], filled: bool
 ) -> None:
-    """One graph of 6 requests a mode, interleaved; smaller batches are padded, or left short."""
+    """One graph of 6 requests a mode, interleaved. Smaller batches are filled up by the engine, and
+    slot 0 marks padding, or are left short, and nothing does.
+    """
     backend = WORLD.new_backend()
     backend.init_cuda_graph_state(6, 18)
     for mode in GRAPH_MODES:
@@ -188,7 +190,7 @@ def test_replays_that_grow_and_shrink_leave_nothing_behind(
             accepted = torch.cat((spec.accept_length, lens.new_ones(missing)))
             spec = SpecInfo(draft_token_num=3, accept_length=accepted)
         backend.init_forward_metadata_replay_cuda_graph(
-            6, indices, lens, 0, None, batch.mode, spec, lens, loc
+            6, indices, lens, 0, None, batch.mode, spec, lens, loc if filled else None
         )
         metadata = backend.forward_metadata
         assert metadata is not None
@@ -198,7 +200,9 @@ def test_replays_that_grow_and_shrink_leave_nothing_behind(
         assert metadata.nsa_cache_seqlens_int32.tolist() == want.nsa_cache_seqlens_int32
         assert metadata.buffers.request_of_row[:live].tolist() == want.request_of_live_row
         assert metadata.cu_seqlens_q[: call.bs + 1].tolist() == want.cu_seqlens_q
-        assert metadata.buffers.table_rows[: call.bs].tolist() == WORLD.rows[: call.bs]
+        assert metadata.buffers.table_rows.tolist() == WORLD.rows[: call.bs] + [0] * missing
+        if not filled:
+            assert metadata.cache_seqlens_int32.tolist() == [*batch.kv_lens] + [0] * missing
 
 
 def test_rows_that_write_to_slot_0_are_inert() -> None:
@@ -211,6 +215,15 @@ def test_rows_that_write_to_slot_0_are_inert() -> None:
     backend.init_forward_metadata(batch)
     want = expected_metadata((3, 2), (9, 20), topk=K, num_rows=9, inert_rows=(3,))
     check_expected(backend.metadata, want)
+
+
+def test_a_request_of_length_0_is_inert_in_a_verify_step() -> None:
+    """The drafts that the backend adds must not bring it to life."""
+    batch = WORLD.batch(ForwardMode.TARGET_VERIFY, (3, 3), (8, 6))
+    batch.seq_lens[1] = 0
+    backend = WORLD.new_backend()
+    backend.init_forward_metadata(batch)
+    assert backend.metadata.nsa_seqlens_expanded.tolist() == [6, 7, 8, 0, 0, 0]
 
 
 def test_an_idle_rank_replays_the_decode_graph() -> None:

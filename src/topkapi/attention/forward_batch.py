@@ -332,7 +332,7 @@ def graph_lengths_of(
         q_lens_cpu=[q_lens] * bs if isinstance(q_lens, int) else None,
         max_q=q_lens if isinstance(q_lens, int) else num_tokens,
         max_kv=max_kv,
-        out_cache_loc=out_cache_loc,
+        out_cache_loc=None if out_cache_loc is None else out_cache_loc[:num_tokens],
     )
 
 

@@ -11,6 +11,10 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
+from topkapi.dispatch import Kernel, Op, Problem
+from topkapi.kernels import triton as triton_kernels
+from topkapi.ops.registry import problem_for
+
 
 @dataclass(frozen=True)
 class StepBuffers:
@@ -91,6 +95,7 @@ def step_metadata(
     topk: int,
     kv_shift: int = 0,
     out_cache_loc: torch.Tensor | None = None,
+    kernel: str = "auto",
 ) -> None:
     """Fill every element of `out`.
 
@@ -101,28 +106,73 @@ def step_metadata(
 
     No synchronisation, no shape that depends on data: may be captured.
     """
-    given = kv_lens.shape[0]
-    out.table_rows.zero_()
-    out.table_rows[:given] = request_rows
-    out.kv_lens.zero_()
-    out.kv_lens[:given] = torch.where(kv_lens > 0, kv_lens + kv_shift, 0)
-    q_of = torch.zeros_like(out.kv_lens)
+    problem = problem_for("step_metadata", out.lengths, cache_format="none", topk=topk)
+    STEP_METADATA.choose(problem, kernel).launch(
+        table_rows=out.table_rows,
+        kv_lens_out=out.kv_lens,
+        cu_seqlens_q=out.cu_seqlens_q,
+        request_of_row=out.request_of_row,
+        lengths=out.lengths,
+        selected_lens=out.selected_lens,
+        q_lens=q_lens,
+        kv_lens=kv_lens,
+        request_rows=request_rows,
+        topk=topk,
+        kv_shift=kv_shift,
+        out_cache_loc=out_cache_loc,
+    )
+
+
+def _torch_step_metadata(
+    *,
+    table_rows: torch.Tensor,
+    kv_lens_out: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    request_of_row: torch.Tensor,
+    lengths: torch.Tensor,
+    selected_lens: torch.Tensor,
+    q_lens: torch.Tensor | int,
+    kv_lens: torch.Tensor,
+    request_rows: torch.Tensor,
+    topk: int,
+    kv_shift: int = 0,
+    out_cache_loc: torch.Tensor | None = None,
+) -> None:
+    """The definition, in plain torch on any device."""
+    num_requests, given = kv_lens_out.shape[0], kv_lens.shape[0]
+    table_rows.zero_()
+    table_rows[:given] = request_rows
+    kv_lens_out.zero_()
+    kv_lens_out[:given] = torch.where(kv_lens > 0, kv_lens + kv_shift, 0)
+    q_of = torch.zeros_like(kv_lens_out)
     if isinstance(q_lens, int):
         q_of.fill_(q_lens)
     else:
         q_of[: q_lens.shape[0]] = q_lens
-    out.cu_seqlens_q[:1].zero_()
-    torch.cumsum(q_of, 0, dtype=torch.int32, out=out.cu_seqlens_q[1:])
-    if out.num_requests == 0:
+    cu_seqlens_q[:1].zero_()
+    torch.cumsum(q_of, 0, dtype=torch.int32, out=cu_seqlens_q[1:])
+    if num_requests == 0:
         return
-    row = torch.arange(out.num_rows, dtype=torch.int32, device=out.lengths.device)
-    request = torch.searchsorted(out.cu_seqlens_q[1:], row, right=True)
-    request = request.clamp_max(out.num_requests - 1)
-    lengths = out.kv_lens[request] - (out.cu_seqlens_q[request + 1] - row) + 1
-    live = row < out.cu_seqlens_q[-1]
+    row = torch.arange(lengths.shape[0], dtype=torch.int32, device=lengths.device)
+    request = torch.searchsorted(cu_seqlens_q[1:], row, right=True).clamp_max(num_requests - 1)
+    seen = kv_lens_out[request] - (cu_seqlens_q[request + 1] - row) + 1
+    live = row < cu_seqlens_q[-1]
     if out_cache_loc is not None:
         live[: out_cache_loc.shape[0]] &= out_cache_loc > 0
         live[out_cache_loc.shape[0] :] = False
-    out.request_of_row.copy_(request)
-    out.lengths.copy_(torch.where(live, lengths.clamp_min(0), 0))
-    torch.clamp(out.lengths, max=topk, out=out.selected_lens)
+    request_of_row.copy_(request)
+    lengths.copy_(torch.where(live, seen.clamp_min(0), 0))
+    torch.clamp(lengths, max=topk, out=selected_lens)
+
+
+def _take_all(problem: Problem) -> str | None:
+    return None
+
+
+STEP_METADATA = Op(
+    "step_metadata",
+    (
+        *(kernel for kernel in triton_kernels.KERNELS if kernel.op == "step_metadata"),
+        Kernel("torch", "step_metadata", _take_all, _torch_step_metadata),
+    ),
+)

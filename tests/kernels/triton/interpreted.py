@@ -25,9 +25,7 @@ from cases import (
     poisoned_memory,
 )
 from topkapi import ops, reference
-from topkapi.attention.step_metadata import StepBuffers
-from topkapi.attention.step_metadata import step_metadata as torch_step_metadata
-from topkapi.kernels.triton import step_metadata
+from topkapi.attention.step_metadata import StepBuffers, step_metadata
 
 warnings.filterwarnings("ignore", category=RuntimeWarning)
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -114,7 +112,7 @@ def test_step_metadata(
 ) -> None:
     requests = len(kv_lens) + more
     made = []
-    for launch in (triton_step_metadata, torch_step_metadata):
+    for kernel in ("triton", "torch"):
         out = StepBuffers.allocate(requests, rows, torch.device("cpu"))
         for item in fields(out):
             getattr(out, item.name).fill_(-77)
@@ -127,20 +125,8 @@ def test_step_metadata(
             "kv_shift": shift,
             "out_cache_loc": loc,
         }
-        launch(out, **arguments)
+        step_metadata(out, kernel=kernel, **arguments)
         made.append(out)
     for item in fields(made[0]):
         got, want = (getattr(out, item.name) for out in made)
         assert torch.equal(got, want), item.name
-
-
-def triton_step_metadata(out: StepBuffers, **arguments: Any) -> None:
-    step_metadata.step_metadata(
-        table_rows=out.table_rows,
-        kv_lens_out=out.kv_lens,
-        cu_seqlens_q=out.cu_seqlens_q,
-        request_of_row=out.request_of_row,
-        lengths=out.lengths,
-        selected_lens=out.selected_lens,
-        **arguments,
-    )

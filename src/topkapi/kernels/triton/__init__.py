@@ -18,6 +18,7 @@ _OPS = (
     "write_latent",
     "write_index_key",
     "gather_latent",
+    "step_metadata",
 )
 
 
@@ -34,7 +35,14 @@ def _records() -> tuple[Kernel, ...]:
         return tuple(
             Kernel("triton", op, _refuse_without_triton, _launch_without_triton) for op in _OPS
         )
-    from topkapi.kernels.triton import indexer_logits, records, select, sparse_mla, topk
+    from topkapi.kernels.triton import (
+        indexer_logits,
+        records,
+        select,
+        sparse_mla,
+        step_metadata,
+        topk,
+    )
 
     return (
         indexer_logits.INDEXER_LOGITS,
@@ -44,6 +52,7 @@ def _records() -> tuple[Kernel, ...]:
         records.WRITE_LATENT,
         records.WRITE_INDEX_KEY,
         records.GATHER_LATENT,
+        step_metadata.STEP_METADATA,
     )
 
 

@@ -16,6 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
+from topkapi.dispatch import Kernel
+from topkapi.kernels.triton.target import refuse_device
+
 BLOCK_ROWS = 256
 
 
@@ -112,3 +115,6 @@ def step_metadata(
         HAS_Q_LENS=per_request, HAS_LOCATIONS=out_cache_loc is not None,
         BLOCK_B=min(64, triton.next_power_of_2(requests)), BLOCK_R=BLOCK_ROWS, num_warps=4,
     )  # fmt: skip
+
+
+STEP_METADATA = Kernel("triton", "step_metadata", refuse_device, step_metadata)
