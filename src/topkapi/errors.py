@@ -42,3 +42,20 @@ class CheckpointError(TopkapiError, ValueError):
 
 class RequestError(TopkapiError, ValueError):
     """One request is invalid; the others of its batch are not affected."""
+
+
+class ParallelError(TopkapiError, RuntimeError):
+    """A rank of a model that is split over several processes failed, and the run has ended.
+
+    `rank` is the one at fault, None where nobody can say; `traceback` is its own, as text, empty
+    when it died without a word.
+    """
+
+    def __init__(self, message: str, *, rank: int | None = None, traceback: str = "") -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.traceback = traceback
+
+
+class SelectionMismatchError(ParallelError):
+    """Two ranks selected different tokens in the same step."""

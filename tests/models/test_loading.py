@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from peers.tiny_models import BY_NAME, prompt
 from topkapi.errors import CheckpointError, ConfigError, ShapeError, UnsupportedModelError
 from topkapi.models.block_fp8 import dequantize_blocks
+from topkapi.models.checkpoint import BlockFp8Tensor
 from topkapi.models.loading import load_model, load_tokenizer
 
 FAMILY = BY_NAME["deepseek_v32"]
@@ -112,6 +113,44 @@ def test_dequantised_blocks_match_a_loop(shape: tuple[int, int]) -> None:
         expected = values[row, column].float() * scales[row // 128, column // 128]
         assert got[row, column] == expected
     assert ((got - weight).norm() / weight.norm()) < 0.05
+
+
+WINDOWS = [
+    (slice(0, 96), slice(0, 300)),
+    (slice(96, 192), slice(130, 260)),
+    (slice(127, 129), slice(None)),
+    (slice(190, None), slice(299, 300)),
+    (slice(5, 120, 3), slice(0, 256, 2)),
+    (slice(7, 7), slice(0, 10)),
+    (slice(130, 140),),
+]
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+def test_a_window_of_an_fp8_tensor_has_the_bits_of_the_whole(window: tuple[slice, ...]) -> None:
+    weight = torch.randn(192, 300, generator=torch.Generator().manual_seed(8))
+    read: list[int] = []
+
+    class Counted:
+        """A stored tensor that notes how much of it is read."""
+
+        def __init__(self, tensor: torch.Tensor) -> None:
+            self.tensor = tensor
+
+        def get_shape(self) -> list[int]:
+            return list(self.tensor.shape)
+
+        def __getitem__(self, index: Any) -> torch.Tensor:
+            read.append(self.tensor[index].numel())
+            return self.tensor[index]
+
+    values, scales = quantize(weight)
+    stored = BlockFp8Tensor(Counted(values), Counted(scales), (128, 128), torch.float32)
+    whole = stored[...]
+    read.clear()
+    assert torch.equal(stored[window], whole[window])
+    rows = window[0].indices(192)
+    assert read[0] <= (rows[1] - rows[0] // 128 * 128) * 300
 
 
 def test_dequantising_refuses_scales_that_do_not_fit() -> None:

@@ -90,7 +90,21 @@ class BlockFp8Tensor:
     dtype: torch.dtype
 
     def __getitem__(self, index: Any) -> torch.Tensor:
+        """Two slices read no more than the blocks they touch: a rank's share of the matrix."""
+        if isinstance(index, tuple) and all(isinstance(part, slice) for part in index):
+            return self._window(*index, *[slice(None)] * (2 - len(index)))
         return dequantize_blocks(self.weight[...], self.scales[...], self.block, self.dtype)[index]
+
+    def _window(self, rows: slice, columns: slice) -> torch.Tensor:
+        read, scales, kept = [], [], []
+        for part, size, block in zip((rows, columns), self.get_shape(), self.block, strict=True):
+            start, stop, _ = part.indices(size)
+            first = start // block
+            read.append(slice(first * block, stop))
+            scales.append(slice(first, -(-stop // block)))
+            kept.append(slice(start - first * block, None, part.step))
+        weight, scale = self.weight[tuple(read)], self.scales[tuple(scales)]
+        return dequantize_blocks(weight, scale, self.block, self.dtype)[tuple(kept)]
 
     def get_shape(self) -> list[int]:
         """Sizes of the weight, without reading it."""

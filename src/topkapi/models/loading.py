@@ -24,6 +24,7 @@ from topkapi.config import DsaConfig
 from topkapi.device import resolve_device
 from topkapi.errors import CheckpointError, ConfigError
 from topkapi.models.checkpoint import check_experts, config_json, open_tensors, weight_files
+from topkapi.models.parallel import ModelSplit, check_divisible
 
 _DTYPES = {
     "bf16": torch.bfloat16,
@@ -44,6 +45,7 @@ def load_model(
     *,
     quantization: Literal["dequantize", "keep"] = "dequantize",
     config_overrides: Mapping[str, Any] | None = None,
+    split: ModelSplit | None = None,
 ) -> Any:
     """Load a DSA model from a local Hugging Face directory, in evaluation mode.
 
@@ -51,6 +53,7 @@ def load_model(
     dequantised to it; `quantization="keep"` leaves it to Transformers' quantiser instead, which
     needs a CUDA device and the packages accelerate and kernels. Weights of multi-token-prediction
     layers are passed over. `config_overrides` changes fields of the config, such as `index_topk`.
+    `split` loads this rank's share alone; every rank of it must call.
 
     Raises:
         CheckpointError: no safetensors, remote code, a tensor missing, left over or misshapen.
@@ -61,17 +64,21 @@ def load_model(
     config = read_config(directory, config_overrides)
     target = resolve_device(device)
     resolved = _resolve_dtype(dtype, config)
+    if split is not None:
+        check_divisible(config, split.mesh.size())
     if quantization == "keep":
+        if split is not None:
+            raise ConfigError("quantization: 'keep' cannot be split over ranks; use 'dequantize'")
         return _load_quantized(directory, config, resolved, target)
     if quantization != "dequantize":
         raise ConfigError(f"quantization: expected dequantize or keep, got {quantization!r}")
-    block = _fp8_block(config)
+    block = fp8_block(config)
     config.__dict__.pop("quantization_config", None)
     with ExitStack() as stack:
         tensors = open_tensors(weight_files(directory), stack, block=block, dtype=resolved)
         check_experts(tensors, int(getattr(config, "n_routed_experts", 0) or 0))
         own = {n: t for n, t in tensors.items() if not _is_mtp(n, config.num_hidden_layers)}
-        model = _load(directory, config, None, dtype=resolved, state_dict=own)
+        model = assemble(directory, config, None, split=split, dtype=resolved, state_dict=own)
     model.name_or_path = str(directory)
     return model.to(target)
 
@@ -140,7 +147,7 @@ def _resolve_dtype(dtype: str | torch.dtype, config: Any) -> torch.dtype:
     return _DTYPES[name]
 
 
-def _fp8_block(config: Any) -> tuple[int, int] | None:
+def fp8_block(config: Any) -> tuple[int, int] | None:
     """Block size of an fp8 checkpoint, None of one that is not quantised."""
     quantization = getattr(config, "quantization_config", None)
     if quantization is None:
@@ -163,15 +170,26 @@ def _load_quantized(directory: Path, config: Any, dtype: torch.dtype, device: to
             f"here the device is {device} and missing is {', '.join(missing) or 'nothing'}"
         )
     weight_files(directory)
-    return _load(directory, config, str(directory), dtype=dtype, device_map={"": device})
+    return assemble(directory, config, str(directory), dtype=dtype, device_map={"": device})
 
 
-def _load(directory: Path, config: Any, source: str | None, **options: Any) -> Any:
+def assemble(
+    directory: Path,
+    config: Any,
+    source: str | None,
+    *,
+    split: ModelSplit | None = None,
+    **options: Any,
+) -> Any:
     """One call of `from_pretrained`, whose report and errors become `CheckpointError`."""
     if (directory / "generation_config.json").is_file():
         options["generation_config"] = GenerationConfig.from_pretrained(str(directory))
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if split is not None:
+        options.update(split.load_options())
     try:
-        model, report = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
+        loader = model_class if split is None else split.loader(model_class)
+        model, report = loader.from_pretrained(
             source,
             config=config,
             trust_remote_code=False,
@@ -184,6 +202,8 @@ def _load(directory: Path, config: Any, source: str | None, **options: Any) -> A
     except (RuntimeError, ValueError, OSError) as error:
         raise CheckpointError(f"{directory}: cannot be loaded: {error}") from error
     _check_report(directory, report, config.num_hidden_layers)
+    if split is not None:
+        split.finish(model, model_class)
     return model.eval()
 
 
