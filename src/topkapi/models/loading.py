@@ -139,6 +139,11 @@ def load_tokenizer(path: str | Path) -> Any:
         raise CheckpointError(f"{directory}: its tokenizer cannot be loaded: {error}") from error
 
 
+def find_tokenizer(directory: Path) -> Any:
+    """The tokenizer of a checkpoint, None where it comes without: it then takes token ids only."""
+    return load_tokenizer(directory) if any(directory.glob("tokenizer*")) else None
+
+
 def _resolve_dtype(dtype: str | torch.dtype, config: Any) -> torch.dtype:
     wanted: Any = getattr(config, "dtype", None) if dtype == "auto" else dtype
     name = str(torch.bfloat16 if wanted is None else wanted).removeprefix("torch.")
