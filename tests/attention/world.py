@@ -50,6 +50,9 @@ class Stream:
     index_k: torch.Tensor
     weights: torch.Tensor
 
+    def to(self, device: str) -> Stream:
+        return Stream(*(getattr(self, name).to(device) for name in self.__dataclass_fields__))
+
     def part(self, first: int, last: int) -> Stream:
         return Stream(*(getattr(self, name)[first:last] for name in self.__dataclass_fields__))
 
@@ -91,17 +94,19 @@ class World:
     options: BackendOptions = field(default_factory=BackendOptions)
     seed: int = 0
     page_size: int = 64
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         pages = -(-self.max_context // self.page_size)
         num_pages = self.requests * pages + 1
-        self.table = ReqToTokenPool(self.requests + 1, self.max_context)
+        self.table = ReqToTokenPool(self.requests + 1, self.max_context, self.device)
         self.pool = NSATokenToKVPool(
             self.config,
             num_pages,
             page_size=self.page_size,
             kv_cache_dtype=self.kv_cache_dtype,
             index_cache_dtype=self.index_cache_dtype,
+            device=self.device,
         )
         allocator = PageAllocator(num_pages, self.page_size)
         self.rows = list(reversed(self.table.alloc(self.requests)))
@@ -119,6 +124,7 @@ class World:
             self.config,
             req_to_token_pool=self.table,
             token_to_kv_pool=self.pool,
+            device=self.device,
             options=self.options,
         )
 
@@ -150,7 +156,7 @@ class World:
         """Feed the last `q_lens[b]` of `kv_lens[b]` tokens of each stream; `[R, H * L]`."""
         batch = self.batch(mode, q_lens, kv_lens)
         self.backend.init_forward_metadata(batch)
-        part = parts_of(streams, q_lens, kv_lens)
+        part = parts_of(streams, q_lens, kv_lens).to(self.device)
         return run_layer(self.backend, self.layer(0, **layer_changes), batch, part)
 
 

@@ -154,19 +154,20 @@ class ForwardBatch:
         Host lists in, so nothing synchronises. Raises `ShapeError` for lengths that cannot be.
         """
         _check_lengths(forward_mode, q_lens, kv_lens, req_pool_indices, req_to_token_pool)
-        device = req_to_token_pool.req_to_token.device
+        table = req_to_token_pool.req_to_token
         prefix = [n - q for q, n in zip(q_lens, kv_lens, strict=True)]
-        rows, positions = _new_tokens(q_lens, prefix, req_pool_indices).to(device)
-        verify = forward_mode.is_target_verify()
-        seq_lens_cpu = torch.tensor(prefix if verify else list(kv_lens), dtype=torch.int32)
-        extend = torch.tensor(list(q_lens), dtype=torch.int32, device=device)
+        rows, positions = _move(_new_tokens(q_lens, prefix, req_pool_indices), table.device)
+        seq_lens = prefix if forward_mode.is_target_verify() else list(kv_lens)
+        seq_lens_cpu = torch.tensor(seq_lens, dtype=torch.int32)
+        extend = _move(torch.tensor(list(q_lens), dtype=torch.int32), table.device)
+        indices = torch.tensor(list(req_pool_indices), dtype=torch.int64)
         return cls(
             forward_mode=forward_mode,
             batch_size=len(q_lens),
-            seq_lens=seq_lens_cpu.to(device),
+            seq_lens=_move(seq_lens_cpu, table.device),
             seq_lens_cpu=seq_lens_cpu,
-            req_pool_indices=torch.tensor(list(req_pool_indices), dtype=torch.int64, device=device),
-            out_cache_loc=req_to_token_pool.req_to_token[rows, positions].long(),
+            req_pool_indices=_move(indices, table.device),
+            out_cache_loc=table[rows, positions].long(),
             positions=positions,
             req_to_token_pool=req_to_token_pool,
             token_to_kv_pool=token_to_kv_pool,
@@ -175,6 +176,11 @@ class ForwardBatch:
             extend_prefix_lens_cpu=prefix,
             spec_info=SpecInfo(draft_token_num=max(q_lens, default=1), accept_length=extend),
         )
+
+
+def _move(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """To the device without waiting for what it is doing; the copy is read before this returns."""
+    return host.to(device, non_blocking=True)
 
 
 def _new_tokens(q_lens: Sequence[int], prefix: Sequence[int], rows: Sequence[int]) -> torch.Tensor:
