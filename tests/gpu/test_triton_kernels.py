@@ -17,6 +17,7 @@ from cases import (
     SparseMlaCase,
     TopkCase,
 )
+from tolerances import OUTPUT, Tolerance, assert_close
 from topkapi import ops, reference
 
 pytestmark = [
@@ -26,15 +27,39 @@ pytestmark = [
 DEVICE = "cuda"
 
 
+WIDE_CASES = (
+    SparseMlaCase("wide", 70, heads=128, k=2048, num_slots=5000, cache=torch.bfloat16,
+                  dtype=torch.bfloat16),
+    SparseMlaCase("wide holes", 300, heads=64, k=333, num_slots=5000, cache=torch.bfloat16,
+                  dtype=torch.bfloat16, pattern="holes", sinks=True, logit_cap=20.0),
+    SparseMlaCase("wide, odd heads", 200, heads=72, k=70, cache=torch.bfloat16,
+                  dtype=torch.bfloat16, poison="query"),
+    SparseMlaCase("wide fp16", 3, heads=128, k=2048, num_slots=5000, cache=torch.float16,
+                  dtype=torch.float16, pattern="holes"),
+    SparseMlaCase("fp8 128 heads", 70, heads=128, k=300, cache=torch.uint8, dtype=torch.bfloat16),
+)  # fmt: skip
+
+
 def named(case: Any) -> str:
     return str(case.name)
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
-@pytest.mark.parametrize("case", SPARSE_MLA_CASES, ids=named)
+@pytest.mark.parametrize("case", SPARSE_MLA_CASES + WIDE_CASES, ids=named)
 def test_sparse_mla(case: SparseMlaCase, phase: Any) -> None:
     inputs = case.make(DEVICE)
-    case.compare(ops.sparse_mla(**inputs, phase=phase, kernel="triton"), inputs)
+    out, lse = ops.sparse_mla(**inputs, phase=phase, kernel="triton")
+    want_out, want_lse = case.expected(inputs)
+    tolerance = OUTPUT[case.dtype]
+    bound = Tolerance(tolerance.lse, tolerance.lse, 0.0)
+    if case.dtype == torch.float32:
+        # Sums over 576 dims run one after the other, in fp32.
+        tolerance, bound = Tolerance(2e-5, 1e-4, 0.0), Tolerance(2e-5, 2e-5, 0.0)
+    elif case.cache == torch.uint8:
+        # fp8 records become bf16 operands: a score carries one rounding of each latent value.
+        bound = Tolerance(3e-3, 3e-3, 0.0)
+    assert_close("lse", lse, want_lse, bound)
+    assert_close("out", out, want_out, tolerance)
 
 
 @pytest.mark.parametrize("case", TOPK_CASES, ids=named)
@@ -53,11 +78,12 @@ def test_indexer_logits_and_select(case: SelectCase) -> None:
     case.compare_logits(ops.indexer_logits(**inputs, kernel="triton"), inputs)
 
 
-def same_codes(got: torch.Tensor, want: torch.Tensor) -> bool:
-    """Equal bytes, up to the sign of an e4m3 NaN: inf / inf has another one on a GPU."""
+def differing(got: torch.Tensor, want: torch.Tensor) -> list[tuple[int, int, int]]:
+    """The first bytes that differ, up to the sign of an e4m3 NaN: inf / inf has another one on a GPU."""
     got, want = got.cpu().flatten(), want.cpu().flatten()
     nan = ((got & 0x7F) == 0x7F) & ((want & 0x7F) == 0x7F)
-    return bool(((got == want) | nan).all())
+    places = (~((got == want) | nan)).nonzero().flatten()[:20].tolist()
+    return [(place, int(got[place]), int(want[place])) for place in places]
 
 
 @pytest.mark.parametrize("case", RECORD_CASES, ids=named)
@@ -69,7 +95,7 @@ def test_records(case: RecordCase) -> None:
     ops.write_index_key(index_cache, slots, inputs["keys"], kernel="triton")
     for name, cache in want.items():
         if cache.dtype == torch.uint8:
-            assert same_codes(inputs[name], cache), f"{case.name}: {name}"
+            assert not differing(inputs[name], cache), f"{case.name}: {name}"
         else:
             case.compare(name, inputs[name], cache)
     some = torch.cat((torch.full_like(slots[:1], -1), slots))
@@ -119,7 +145,7 @@ def test_addresses_past_two_gigabytes() -> None:
         near = torch.tensor([[1, 2, 3, -1]], dtype=torch.int32)
         want, want_lse = reference.sparse_mla(q.double().cpu(), small, near, scale=0.1)
         assert torch.allclose(out.double().cpu(), want, rtol=2e-2, atol=1e-2)
-        assert torch.allclose(lse.double().cpu(), want_lse, atol=1e-3)
+        assert torch.allclose(lse.double().cpu(), want_lse, atol=2e-2)
         del kv_cache
         torch.cuda.empty_cache()
 

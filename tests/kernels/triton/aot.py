@@ -12,6 +12,7 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 # Shared memory that one program may take, in bytes.
 SHARED_MEMORY = {
@@ -52,7 +53,8 @@ def compile_for(
         if kind.startswith("*")
     }
     constexprs = {(names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(kernel, signature, constexprs, attrs)
+    kind = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = kind(kernel, signature, constexprs, attrs)
     compiled = triton.compile(source, target=target, options=options)
     registers, spilled = _resources(compiled)
     return Compiled(compiled.metadata.shared, registers, spilled, compiled.asm)

@@ -19,7 +19,15 @@ pytest.importorskip("triton")
 from kernels.triton.aot import SHARED_MEMORY, compile_for
 from topkapi.context import Context
 from topkapi.device import DeviceInfo
-from topkapi.kernels.triton import indexer_logits, records, select, sparse_mla, step_metadata, topk
+from topkapi.kernels.triton import (
+    indexer_logits,
+    records,
+    select,
+    sparse_mla,
+    step_metadata,
+    topk,
+    wide_mla,
+)
 from topkapi.layout.latent import latent_layout
 
 TYPES = {
@@ -164,6 +172,7 @@ CALLS = {
 KERNELS = (
     (sparse_mla, "_attend"),
     (sparse_mla, "_combine"),
+    (wide_mla, "_attend_wide"),
     (indexer_logits, "_score"),
     (topk, "_collect"),
     (topk, "_choose"),

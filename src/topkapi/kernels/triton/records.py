@@ -60,8 +60,10 @@ def _write_latent(
         scale = tl.where(scale < 1.1754943508222875e-38, 1.1754943508222875e-38, scale)
         code = encode(tl.div_rn(value, tl.broadcast_to(scale[:, None], [GROUPS, SPAN])))
         tl.store(record + dim, code, mask=dim < L)
-        scales = (record + L).to(tl.pointer_type(tl.float32))
-        tl.store(scales + group, scale, mask=group * SPAN < L)
+        # One NaN for all devices: a GPU's own has other bits than the host's.
+        bits = tl.where(scale == scale, scale.to(tl.int32, bitcast=True), 0x7FC00000)
+        scales = (record + L).to(tl.pointer_type(tl.int32))
+        tl.store(scales + group, bits, mask=group * SPAN < L)
         turned_at = (record + L + 4 * ((L + GROUP - 1) // GROUP)).to(tl.pointer_type(tl.uint16))
         tl.store(turned_at + rope_dim, _bf16_bits(turned.to(tl.float32)), mask=rope_dim < P)
 
@@ -180,8 +182,8 @@ def _refuse(problem: Problem) -> str | None:
     reason = refuse_device(problem)
     if reason is not None:
         return reason
-    if problem.cache_format == "fp8" and problem.latent_dim % 4:
-        return "addresses fp8 records whose latent is a multiple of 4 values"
+    if problem.cache_format == "fp8" and (problem.latent_dim % 4 or problem.rope_dim % 2):
+        return "addresses fp8 records whose latent is a multiple of 4 values and whose rope is even"
     if problem.cache_format == "fp8" and problem.index_dim % 4:
         return "addresses fp8 keys whose dims are a multiple of 4"
     return None

@@ -97,12 +97,14 @@ def _soften(
     if HAS_CAP:
         # cap * tanh(x) = cap - 2 * cap / (exp(2 * x) + 1)
         grown = tl.exp2(score * (2.0 * LOG2E * scale / cap)) + 1.0
-        score = (cap - 2.0 * cap / grown) * LOG2E
+        score = cap - 2.0 * cap / grown
+        rate = LOG2E
     else:
-        score = score * (scale * LOG2E)
+        rate = scale * LOG2E
     score = tl.where(tl.expand_dims(valid, HEADS), score, float("-inf"))
-    new_best = tl.maximum(best, tl.max(score, axis=TOKENS))
-    weight = tl.exp2(score - tl.expand_dims(new_best, TOKENS))
+    new_best = tl.maximum(best, tl.max(score, axis=TOKENS) * rate)
+    # One fused multiply-add: the exponent is rounded once, after the difference.
+    weight = tl.exp2(score * rate - tl.expand_dims(new_best, TOKENS))
     shrink = tl.exp2(best - new_best)
     return weight.to(DTYPE), shrink, new_best, total * shrink + tl.sum(weight, axis=TOKENS)
 
@@ -246,8 +248,10 @@ def _combine(
 class Tile:
     """How the work is cut: heads and tokens a tile, warps, pipeline stages, programs an SM holds.
 
-    `apart` keeps the two score products out of the loop's straight line. Triton then spreads a
-    score tile over both warp groups instead of computing it in each of them (see docs/kernels).
+    `swap` puts tokens in the rows of the score tile and heads in its columns. `wide` takes the
+    Gluon kernel of `wide_mla`. `apart` keeps the two score products out of the loop's straight
+    line: Triton then spreads a score tile over both warp groups, instead of computing it in each
+    of them (see docs/kernels).
     """
 
     heads: int
@@ -257,21 +261,24 @@ class Tile:
     per_sm: int = 1
     apart: bool = False
     swap: bool = False
+    wide: bool = False
 
 
 def choose_tile(
-    device: DeviceInfo, heads: int, width: int, itemsize: int, cache_format: str
+    device: DeviceInfo, heads: int, latent: int, rope: int, itemsize: int, quantised: bool
 ) -> Tile:
-    """The launch configuration for `heads` heads and a `width` of padded latent and rope dims."""
+    """The launch configuration for `heads` heads over records of `latent` and `rope` dims."""
     block_heads = min(64, max(16, triton.next_power_of_2(heads)))
     hopper = device.backend == "cuda" and int(device.arch) in (90, 100)
     if hopper and itemsize == 2:
+        if block_heads == 64 and (latent, rope, quantised, device.arch) == (512, 64, False, 90):
+            return Tile(64, 64, 8, 2, wide=True)
         if block_heads == 64:
             return Tile(64, 32, 8, 5, apart=True)
         return Tile(block_heads, 32, 4, 5, per_sm=2)
     if itemsize == 4:
         return Tile(16, 16, 8, 1)
-    row = width * itemsize
+    row = (triton.next_power_of_2(latent) + triton.next_power_of_2(max(rope, 1))) * itemsize
     for tile in (Tile(32, 32, 4, 2), Tile(16, 32, 4, 2), Tile(16, 16, 4, 2)):
         block = min(tile.heads, block_heads)
         # The query, two buffers of tokens and room to convert one.
@@ -325,11 +332,14 @@ def sparse_mla(
     q, slots = q.contiguous(), slots.contiguous()
     kv_cache = kv_cache if kv_cache.stride(2) == 1 else kv_cache.contiguous()
     layout = latent_layout(kv_cache.dtype)
-    compute = q.dtype if layout is LATENT_FP8 or kv_cache.dtype == q.dtype else torch.float32
+    mixed = kv_cache.dtype not in (q.dtype, LATENT_FP8.dtype)
+    compute = torch.float32 if mixed else q.dtype
     device = target_of(q)
     block_l = max(16, triton.next_power_of_2(v_dim))
     block_p = max(16, triton.next_power_of_2(rope_dim)) if rope_dim else 16
-    tile = tile or choose_tile(device, heads, block_l + block_p, compute.itemsize, layout.name)
+    tile = tile or choose_tile(
+        device, heads, v_dim, rope_dim, compute.itemsize, mixed or layout is LATENT_FP8
+    )
     if splits is None:
         splits = choose_splits(
             device, tile, rows, heads, slots.shape[1], 4 * heads * (v_dim + 1), budget_bytes
@@ -341,17 +351,36 @@ def sparse_mla(
     rope_offset = v_dim
     if layout is LATENT_FP8:
         rope_offset = layout.bytes_per_token(v_dim, 0)
-    _attend[(rows * triton.cdiv(heads, tile.heads), splits)](
+    grid = (rows * triton.cdiv(heads, tile.heads), splits)
+    arguments = (
         q, kv_cache, slots, lse if sinks is None else sinks, target, target_lse,
         slots.shape[1], slots.stride(0), rows * heads, splits, scale, logit_cap,
-        H=heads, L=v_dim, P=rope_dim, W=kv_cache.stride(0), ROPE_OFFSET=rope_offset,
-        GROUP=layout.group, BLOCK_H=tile.heads, BLOCK_N=tile.tokens, BLOCK_L=block_l,
-        BLOCK_P=block_p, BLOCK_SCAN=min(2048, max(32, triton.next_power_of_2(slots.shape[1]))),
-        SPLIT=splits > 1, HAS_SINKS=sinks is not None, HAS_CAP=logit_cap > 0,
-        NATIVE_FP8=native_fp8(device), PRECISION="ieee",
-        DTYPE=TRITON_DTYPE[compute], STAGES=tile.stages, APART=tile.apart, SWAP=tile.swap,
-        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
+    sizes = {
+        "H": heads,
+        "L": v_dim,
+        "P": rope_dim,
+        "W": kv_cache.stride(0),
+        "BLOCK_H": tile.heads,
+        "BLOCK_N": tile.tokens,
+        "BLOCK_SCAN": min(2048, max(32, triton.next_power_of_2(slots.shape[1]))),
+        "SPLIT": splits > 1,
+        "HAS_SINKS": sinks is not None,
+        "HAS_CAP": logit_cap > 0,
+        "num_warps": tile.warps,
+    }
+    if tile.wide:
+        from topkapi.kernels.triton import wide_mla
+
+        sizes["BLOCK_SCAN"] = max(256, sizes["BLOCK_SCAN"])
+        wide_mla._attend_wide[grid](*arguments, **sizes)
+    else:
+        _attend[grid](
+            *arguments, **sizes, ROPE_OFFSET=rope_offset, GROUP=layout.group, BLOCK_L=block_l,
+            BLOCK_P=block_p, NATIVE_FP8=native_fp8(device), PRECISION="ieee",
+            DTYPE=TRITON_DTYPE[compute], STAGES=tile.stages, APART=tile.apart, SWAP=tile.swap,
+            num_stages=tile.stages,
+        )  # fmt: skip
     if splits > 1:
         _combine[(rows * heads,)](
             target, target_lse, lse if sinks is None else sinks, out, lse, rows * heads, splits,

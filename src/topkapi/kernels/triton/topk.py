@@ -86,8 +86,8 @@ def _collect(
         draw = tl.arange(0, SAMPLE)
         stretch = length // SAMPLE
         jitter = ((draw * 40503 + 30011) & 0xFFFF) * stretch >> 16
-        place = (draw.to(tl.int64) * length // SAMPLE).to(tl.int32) + jitter
-        sample = _key(tl.load(line + place, mask=place < length, other=float("-inf")))
+        drawn = (draw.to(tl.int64) * length // SAMPLE).to(tl.int32) + jitter
+        sample = _key(tl.load(line + drawn, mask=drawn < length, other=float("-inf")))
         share = k.to(tl.float32) * SAMPLE / length.to(tl.float32)
         need = tl.minimum((share + 4.0 * tl.sqrt(share) + 8.0).to(tl.int32), SAMPLE)
         floor = tl.full([], 0, tl.uint32)
