@@ -74,10 +74,13 @@ class NSATokenToKVPool:
         index_cache_dtype: str | None = None,
         device: torch.device | str = "cpu",
         layers: Sequence[int] | None = None,
+        page_hidden: tuple[int, torch.dtype] | None = None,
     ) -> None:
         """`num_pages` counts page 0, which is reserved. Dtypes are `bf16`, `fp16`, `fp32` or `fp8`;
         index keys follow the latents unless `index_cache_dtype` says otherwise. `layers` are the
-        layer ids held here (default: all of the config, without MTP layers).
+        layer ids held here (default: all of the config, without MTP layers). `page_hidden` asks for
+        one vector a page of that size and dtype: the model's hidden state of the page's last token,
+        from which an MTP layer goes on behind a shared page.
 
         Raises `ConfigError` for an unknown dtype, or an fp8 index key that cannot be planar.
         """
@@ -95,6 +98,10 @@ class NSATokenToKVPool:
         self.device = torch.device(device)
         self.layers = tuple(range(config.num_hidden_layers) if layers is None else layers)
         self.num_pages = 0
+        self.page_hidden: torch.Tensor | None = None
+        if page_hidden is not None:
+            width, dtype = page_hidden
+            self.page_hidden = torch.zeros(0, width, dtype=dtype, device=self.device)
         self._kv: dict[int, torch.Tensor] = {}
         self._index: dict[int, torch.Tensor] = {}
         self.grow(num_pages)
@@ -124,6 +131,9 @@ class NSATokenToKVPool:
             if self.config.owns_indexer(layer_id):
                 old = self._index.get(layer_id)
                 self._index[layer_id] = self._enlarged(old, index_shape, self.index_key.dtype)
+        if self.page_hidden is not None:
+            old, width = self.page_hidden, self.page_hidden.shape[1]
+            self.page_hidden = self._enlarged(old, (num_pages, width), old.dtype)
         self.num_pages = num_pages
 
     def _enlarged(
@@ -141,7 +151,10 @@ class NSATokenToKVPool:
         config = self.config
         latent = self.latent.bytes_per_token(config.kv_lora_rank, config.qk_rope_head_dim)
         index = self.index_key.bytes_per_token(config.index_head_dim)
-        return len(self._kv) * latent + len(self._index) * index
+        hidden = 0
+        if self.page_hidden is not None:
+            hidden = -(-self.page_hidden[:1].nbytes // self.page_size)
+        return len(self._kv) * latent + len(self._index) * index + hidden
 
     def nbytes(self) -> int:
         """Bytes held by all buffers, the reserved page included."""
@@ -210,7 +223,9 @@ class NSATokenToKVPool:
         """All that is cached, page by page: uint8 views `[pages, bytes]` of every latent and index
         buffer. Views of buffers that `grow` replaces.
         """
-        buffers = (*self._kv.values(), *self._index.values())
+        buffers = [*self._kv.values(), *self._index.values()]
+        if self.page_hidden is not None:
+            buffers.append(self.page_hidden)
         return [buffer.view(self.num_pages, -1).view(torch.uint8) for buffer in buffers]
 
     def read_tokens(self, slots: torch.Tensor) -> TokenRecords:

@@ -23,6 +23,7 @@ from topkapi.engine.request import (
     Request,
     RequestOutput,
     RequestUpdate,
+    Sampled,
     SamplingParams,
     TokenLogprob,
     Urgency,
@@ -32,7 +33,7 @@ from topkapi.engine.scheduler import Batch, Scheduler
 from topkapi.engine.selection_stats import SelectionStats
 from topkapi.engine.stats import CacheStats, EngineStats
 from topkapi.engine.timeline import Timeline
-from topkapi.errors import KernelRefusedError, RequestError, TopkapiError
+from topkapi.errors import KernelRefusedError, ParallelError, RequestError, TopkapiError
 
 # What a forward pass may raise for the sake of one request; out-of-memory is a RuntimeError.
 _FAULTS = (TopkapiError, RuntimeError, ValueError, ArithmeticError, LookupError)
@@ -41,8 +42,11 @@ _FAULTS = (TopkapiError, RuntimeError, ValueError, ArithmeticError, LookupError)
 class BatchRunner(Protocol):
     """The part of a runner that the engine needs."""
 
-    def run(self, batch: Batch) -> list[TokenLogprob]:
-        """The next token of every chunk that samples, in order; id -1 where logits held NaN."""
+    def run(self, batch: Batch) -> Sequence[Sampled]:
+        """The next token of every chunk that samples, in order; id -1 where logits held NaN.
+
+        For a chunk with drafts it is a list: the accepted drafts, then the token after them.
+        """
 
 
 @dataclass(frozen=True)
@@ -223,7 +227,7 @@ class Engine:
         name = f"{len(batch.chunks)} requests, {batch.num_tokens} tokens"
         self._timeline.finish(name, counters)
 
-    def _run(self, batch: Batch) -> list[tuple[Request, TokenLogprob | RequestError]]:
+    def _run(self, batch: Batch) -> list[tuple[Request, Sampled | RequestError]]:
         """Run a batch; when that fails, each of its requests alone, to find the one at fault.
 
         Running a chunk twice is harmless: it writes the same slots again.
@@ -231,7 +235,7 @@ class Engine:
         sampling = [chunk.request for chunk in batch.chunks if chunk.samples]
         try:
             return list(zip(sampling, self._runner.run(batch), strict=True))
-        except KernelRefusedError:
+        except (KernelRefusedError, ParallelError):
             raise
         except _FAULTS as error:
             if len(batch.chunks) == 1:
@@ -241,18 +245,36 @@ class Engine:
         alone = (self._run(Batch((chunk,))) for chunk in batch.chunks)
         return [result for results in alone for result in results]
 
-    def _accept(self, live: _Live, got: TokenLogprob | RequestError) -> RequestUpdate:
-        request = live.request
+    def _accept(self, live: _Live, got: Sampled | RequestError) -> RequestUpdate:
+        """Take in what a step gave a request, token by token, up to the one that ends it."""
         if isinstance(got, RequestError):
             return self._update(live, [], self._finish(live, "error", error=got))
-        if got.token_id < 0:
-            fault = _no_token(got.token_id, request.num_tokens)
-            return self._update(live, [], self._finish(live, "error", error=fault))
-        request.token_ids.append(got.token_id)
-        self.scheduler.share(request)
-        if request.params.logprobs is not None:
-            request.logprobs.append(got)
-        return self._update(live, [got], self._check_end(live, got.token_id))
+        if isinstance(got, TokenLogprob):
+            return self._take(live, [got])
+        live.request.num_rounds += 1
+        live.request.num_accepted += len(got) - 1
+        return self._take(live, got)
+
+    def _take(self, live: _Live, tokens: list[TokenLogprob]) -> RequestUpdate:
+        request = live.request
+        taken: list[TokenLogprob] = []
+        output: RequestOutput | None = None
+        for token in tokens:
+            if taken:  # the one before this was a draft: it is in the cache already
+                request.num_computed += 1
+            if token.token_id < 0:
+                fault = _no_token(token.token_id, request.num_tokens)
+                output = self._finish(live, "error", error=fault)
+                break
+            request.token_ids.append(token.token_id)
+            self.scheduler.share(request)
+            if request.params.logprobs is not None:
+                request.logprobs.append(token)
+            taken.append(token)
+            output = self._check_end(live, token.token_id)
+            if output is not None:
+                break
+        return self._update(live, taken, output)
 
     def _check_end(self, live: _Live, token_id: int) -> RequestOutput | None:
         """The output, when the newest token ends the request."""
@@ -299,6 +321,8 @@ class Engine:
             logprobs=None if request.params.logprobs is None else request.logprobs,
             error=error,
             num_cached_tokens=request.num_cached or 0,
+            num_rounds=request.num_rounds,
+            num_accepted=request.num_accepted,
             prompt_logprobs=_prompt_logprobs(request),
         )
 

@@ -72,7 +72,7 @@ def _score(
 def _with_first_rows(chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, int]]:
     ends = [0]
     for chunk in chunks:
-        ends.append(ends[-1] + chunk.length)
+        ends.append(ends[-1] + chunk.num_rows)
     for chunk, (start, _) in zip(chunks, pairwise(ends), strict=True):
         yield chunk, start
 

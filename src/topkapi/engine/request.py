@@ -21,6 +21,7 @@ __all__ = [
     "Request",
     "RequestOutput",
     "RequestUpdate",
+    "Sampled",
     "SamplingParams",
     "SamplingRow",
     "TokenLogprob",
@@ -62,6 +63,10 @@ class TokenLogprob:
     top: dict[int, float]
 
 
+# What a step gives a request: a token, or the run of tokens that speculation found.
+Sampled = TokenLogprob | list[TokenLogprob]
+
+
 @dataclass(frozen=True)
 class RequestOutput:
     """A finished request.
@@ -86,6 +91,13 @@ class RequestOutput:
     error: RequestError | None = None
     num_cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprob | None] | None = None
+    num_rounds: int = 0
+    num_accepted: int = 0
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Tokens a verifying step gave on average, 1 when no draft was right; None without any."""
+        return 1 + self.num_accepted / self.num_rounds if self.num_rounds else None
 
 
 @dataclass(frozen=True)
@@ -119,6 +131,8 @@ class Request:
     first ran, None before. `end_token_ids` may not be chosen before `params.min_tokens`. `grammar`
     is its place in what constrains it, None for free text. `prompt_logprobs` are those of prompt
     tokens 1, 2, ... as far as they are known.
+    `num_rounds` steps verified drafts, of which `num_accepted` were right. The draft layer has
+    still to follow the last `num_unfollowed` of the computed tokens.
     """
 
     request_id: int
@@ -139,6 +153,9 @@ class Request:
     end_token_ids: tuple[int, ...] = ()
     grammar: Grammar | None = None
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    num_rounds: int = 0
+    num_accepted: int = 0
+    num_unfollowed: int = 0
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.token_ids)

@@ -23,8 +23,8 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Protocol
 
@@ -83,6 +83,11 @@ class Chunk:
     num_drafts: int = 0
 
     @property
+    def num_rows(self) -> int:
+        """Tokens the step computes for the request, drafts included."""
+        return self.length + self.num_drafts
+
+    @property
     def samples(self) -> bool:
         return self.start + self.length == self.request.num_tokens
 
@@ -95,7 +100,7 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        return sum(chunk.length + chunk.num_drafts for chunk in self.chunks)
+        return sum(chunk.num_rows for chunk in self.chunks)
 
 
 class Scheduler:
@@ -105,7 +110,11 @@ class Scheduler:
         waiting, running: in order.
         num_preemptions: how often a request lost its pages.
         num_looked_up, num_found: tokens of all requests admitted, and those found in the cache.
+        wanted_drafts: how many drafts a decoding request would like, given how many decode. It gets
+            all of them or none, of budget and pages that nobody else needs in this step.
     """
+
+    wanted_drafts: Callable[[Request, int], int] | None = None
 
     def __init__(self, limits: SchedulerLimits, leases: PageLeases, rows: RowSource) -> None:
         self.limits = limits
@@ -143,8 +152,8 @@ class Scheduler:
         """Choose the next step's chunks; empty only when there is no work."""
         self._make_room()
         preemptions = self.num_preemptions
-        chunks = self._next_tokens()
-        budget = self.limits.max_batch_tokens - len(chunks)
+        chunks = self._with_drafts(self._next_tokens())
+        budget = self.limits.max_batch_tokens - Batch(tuple(chunks)).num_tokens
         prompts = deque(request for request in self.running if not _decodes(request))
         admitting = self.num_preemptions == preemptions
         while budget:
@@ -171,7 +180,8 @@ class Scheduler:
     def share(self, request: Request) -> None:
         """Let others use the request's computed pages, which a sound token has come out of."""
         if request.lease is not None:
-            changed = self.leases.complete(request.lease, request.token_ids, request.num_computed)
+            finished = request.num_computed - request.num_unfollowed
+            changed = self.leases.complete(request.lease, request.token_ids, finished)
             request.num_mapped = min(request.num_mapped, changed)
 
     def _next_tokens(self) -> list[Chunk]:
@@ -188,6 +198,29 @@ class Scheduler:
                     break
             if request.lease is not None:
                 chunks.append(_chunk(request, 1))
+        return chunks
+
+    def _with_drafts(self, decodes: list[Chunk]) -> list[Chunk]:
+        """Give decodes their drafts, in order, of at most half the budget that they leave."""
+        if self.wanted_drafts is None:
+            return decodes
+        left = (self.limits.max_batch_tokens - len(decodes)) // 2
+        chunks = []
+        for chunk in decodes:
+            request = chunk.request
+            wanted = self.wanted_drafts(request, len(decodes))
+            longest = request.num_tokens + wanted
+            assert request.lease is not None, "a running request holds pages"
+            if (
+                0 < wanted <= left
+                and longest <= request.max_length
+                and self.leases.fill(
+                    request.lease, self._pages_for(longest), spare=len(self.running)
+                )
+            ):
+                chunk = replace(_chunk(request, 1), num_drafts=wanted)
+                left -= wanted
+            chunks.append(chunk)
         return chunks
 
     def _admit(self, budget: int, chunks: Sequence[Chunk]) -> Chunk | None:

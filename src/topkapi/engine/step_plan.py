@@ -37,10 +37,13 @@ class StepPlan:
             token_ids=tuple(
                 token
                 for chunk in chunks
-                for token in chunk.request.token_ids[chunk.start : chunk.start + chunk.length]
+                for token in (
+                    *chunk.request.token_ids[chunk.start : chunk.start + chunk.length],
+                    *(0,) * chunk.num_drafts,
+                )
             ),
-            q_lens=tuple(chunk.length for chunk in chunks),
-            kv_lens=tuple(chunk.start + chunk.length for chunk in chunks),
+            q_lens=tuple(chunk.num_rows for chunk in chunks),
+            kv_lens=tuple(chunk.start + chunk.num_rows for chunk in chunks),
             rows=tuple(_row(chunk) for chunk in chunks),
             new_pages=tuple(
                 (_row(chunk), chunk.first_new_page + place, page)

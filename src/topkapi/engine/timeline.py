@@ -21,7 +21,7 @@ import torch
 
 from topkapi.engine.trace import ChromeTrace, Span
 
-PHASES = ("schedule", "metadata", "attention", "rest", "sample", "output")
+PHASES = ("schedule", "draft", "metadata", "attention", "rest", "sample", "output")
 
 
 class Clock(Protocol):

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from topkapi.attention.backend import NativeSparseAttnBackend
 from topkapi.attention.forward_batch import AttentionLayer, ForwardBatch
+from topkapi.attention.layer_forward import LayerForward
 from topkapi.config import DsaConfig
 from topkapi.errors import ConfigError, ShapeError
 from topkapi.models.absorbed import AbsorbedWeights
@@ -27,7 +27,7 @@ from topkapi.reference.rope import apply_rope
 class StepPart:
     """Rows `first:last` of a step that are attended at once, with metadata of their own."""
 
-    backend: NativeSparseAttnBackend
+    backend: LayerForward
     batch: ForwardBatch
     first: int
     last: int
@@ -43,7 +43,7 @@ class DsaStep:
             None when all are valid. The others are padding: never attended, zero in the output.
     """
 
-    def __init__(self, backend: NativeSparseAttnBackend, batch: ForwardBatch) -> None:
+    def __init__(self, backend: LayerForward, batch: ForwardBatch) -> None:
         """A step of one part. The backend's metadata for `batch` must be initialised already."""
         self.parts: tuple[StepPart, ...] = (
             StepPart(backend, batch, 0, batch.out_cache_loc.shape[0]),

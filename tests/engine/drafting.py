@@ -1,0 +1,92 @@
+"""Tiny checkpoints with an MTP layer, wrong or mostly right, for tests of speculation."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from engine.conftest import make_model, make_tokenizer
+
+
+def branches(layer: Any) -> list[nn.Parameter]:
+    """What a decoder layer adds to its input goes through these."""
+    return [
+        weight
+        for name, weight in layer.named_parameters()
+        if name.endswith(("o_proj.weight", "down_proj.weight", "down_proj"))
+    ]
+
+
+def mtp_tensors(model: Any, *, seed: int, guesses: bool) -> dict[str, torch.Tensor]:
+    """An MTP layer under its official names: random, or (`guesses`) one that looks at the newest
+    token as the model does.
+    """
+    config = copy.deepcopy(model.config)
+    torch.manual_seed(seed)
+    layer = type(model)(config).float().model.layers[-1]
+    hidden = config.hidden_size
+    embedding = torch.cat((torch.eye(hidden), torch.zeros(hidden, hidden)), dim=1)
+    with torch.no_grad():
+        for weight in branches(layer):
+            weight.mul_(0.1 if guesses else 1.0)
+    own = {
+        "enorm.weight": torch.ones(hidden),
+        "hnorm.weight": torch.ones(hidden),
+        "eh_proj.weight": embedding if guesses else torch.randn(hidden, 2 * hidden) * 0.3,
+        "shared_head.norm.weight": torch.ones(hidden),
+        "shared_head.head.weight": model.lm_head.weight.detach().clone(),
+        "embed_tokens.weight": model.model.embed_tokens.weight.detach().clone(),
+        **split_experts(layer.state_dict()),
+    }
+    number = config.num_hidden_layers
+    return {f"model.layers.{number}.{name}": tensor.clone() for name, tensor in own.items()}
+
+
+def split_experts(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Transformers' stacked experts, one by one as checkpoints have them."""
+    out: dict[str, torch.Tensor] = {}
+    for name, tensor in state.items():
+        stem, found, kind = name.rpartition(".experts.")
+        if not found:
+            out[name] = tensor
+            continue
+        for number, weight in enumerate(tensor):
+            if kind == "down_proj":
+                out[f"{stem}.experts.{number}.down_proj.weight"] = weight
+            else:
+                gate, up = weight.chunk(2)
+                out[f"{stem}.experts.{number}.gate_proj.weight"] = gate
+                out[f"{stem}.experts.{number}.up_proj.weight"] = up
+    return out
+
+
+def save_checkpoint(
+    path: Path, *, guesses: bool, vocab_size: int | None = None, influence: float = 0.35
+) -> Path:
+    """A tiny model whose layers add `influence` as much as they would, and its MTP layer.
+
+    With a vocabulary of its own it has no tokenizer.
+    """
+    tokenizer = make_tokenizer() if vocab_size is None else None
+    model = make_model(len(tokenizer) if tokenizer else vocab_size or 0)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for weight in branches(layer):
+                weight.mul_(influence)
+        if guesses:
+            # Each token has a likely successor, unless the context says otherwise.
+            successor = torch.randperm(model.config.vocab_size)
+            model.lm_head.weight[successor] = 3 * model.model.embed_tokens.weight
+    model.config.num_nextn_predict_layers = 1
+    model.save_pretrained(path)
+    if tokenizer:
+        tokenizer.save_pretrained(path)
+    tensors = load_file(path / "model.safetensors")
+    tensors |= mtp_tensors(model, seed=7, guesses=guesses)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
