@@ -121,3 +121,19 @@ def test_records_name_the_mistake() -> None:
 def test_an_unknown_kernel_is_refused_by_name() -> None:
     with pytest.raises(KernelRefusedError, match="sparse_mla: no kernel named 'warp'; known: auto"):
         ops.sparse_mla(**mla_inputs(), kernel="warp")
+
+
+def test_outputs_carry_no_gradient() -> None:
+    """A model called outside `no_grad` must run, and says that it is inference."""
+    inputs = mla_inputs()
+    inputs["q"].requires_grad_()
+    out, lse = ops.sparse_mla(**inputs)
+    assert not out.requires_grad
+    assert not lse.requires_grad
+    inputs = select_inputs()
+    inputs["q"].requires_grad_()
+    inputs["weights"].requires_grad_()
+    assert ops.select(**inputs).shape == (inputs["q"].shape[0], inputs["k"])
+    keys = torch.ones(1, 128, requires_grad=True)
+    ops.write_index_key(inputs["index_cache"], torch.tensor([0]), keys)
+    assert not inputs["index_cache"].requires_grad

@@ -16,6 +16,7 @@ from topkapi.ops.registry import OPS, problem_for
 from topkapi.shapes import FLOATS, INTS, check
 
 
+@torch.no_grad()
 def indexer_logits(
     q: torch.Tensor,
     weights: torch.Tensor,
@@ -48,6 +49,7 @@ def indexer_logits(
     return cast("torch.Tensor", launch(q, weights, index_cache, context))
 
 
+@torch.no_grad()
 def topk(
     logits: torch.Tensor,
     lengths: torch.Tensor,
@@ -79,6 +81,7 @@ def topk(
     return cast("torch.Tensor", launch(logits, lengths, k, starts=starts))
 
 
+@torch.no_grad()
 def select(
     q: torch.Tensor,
     weights: torch.Tensor,

@@ -34,6 +34,7 @@ def check_kv_cache(
     return layout.name
 
 
+@torch.no_grad()
 def write_latent(
     kv_cache: torch.Tensor,
     slots: torch.Tensor,
@@ -67,6 +68,7 @@ def write_latent(
     OPS["write_latent"].choose(problem, kernel).launch(kv_cache, slots, latent, rope)
 
 
+@torch.no_grad()
 def write_index_key(
     index_cache: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, *, kernel: str = "auto"
 ) -> None:
@@ -101,6 +103,7 @@ def check_index_cache(index_cache: torch.Tensor, index_dim: int, like: torch.Ten
     return layout.name
 
 
+@torch.no_grad()
 def gather_latent(
     kv_cache: torch.Tensor,
     slots: torch.Tensor,

@@ -15,6 +15,7 @@ from topkapi.ops.registry import OPS, problem_for
 from topkapi.shapes import FLOATS, INTS, check
 
 
+@torch.no_grad()
 def sparse_mla(
     q: torch.Tensor,
     kv_cache: torch.Tensor,

@@ -21,9 +21,8 @@ def test_select_stays_within_its_budget(values: str, budget: int) -> None:
     arguments = [value for value in inputs.values() if isinstance(value, torch.Tensor)]
     with LargestTensor(*arguments) as watch:
         got = ops.select(**inputs, kernel="torch", budget_bytes=budget)
-    # A tile of scores, 1 MiB, is scratch memory of a fixed size.
-    assert watch.bytes <= max(budget, MIB), watch.shape
-    assert watch.bytes < 4 * 301 * 6000
+    # A tile of scores is scratch memory of a fixed size: 1 MiB a thread, of 8 threads at most.
+    assert watch.bytes <= max(budget, MIB * min(torch.get_num_threads(), 8)), watch.shape
     whole = ops.select(**inputs, kernel="torch")
     assert torch.equal(got, whole), "the budget must not change the selection"
 

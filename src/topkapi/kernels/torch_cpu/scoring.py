@@ -21,7 +21,10 @@ from topkapi.kernels.torch_cpu.fp8 import read_index_keys
 from topkapi.reference.indexer import context_slots
 
 BLOCK_POSITIONS = 512
+# Scores of a tile for one key and one thread: 1 MiB of scores a thread, so that work is shared out
+# in pieces that are large and stay in cache.
 _TILE_SCORES = 512
+_MOST_THREADS = 8
 _LEAST_SCORES = 16
 _FEW_SCORES = 128
 
@@ -141,8 +144,9 @@ def _score_tile(
 
 
 def _tile_rows(heads: int) -> int:
-    """Rows of a full tile: as many as make 512 scores a key, and never fewer than 16 scores."""
-    return max(_TILE_SCORES // heads, -(-_LEAST_SCORES // heads), 1)
+    """Rows of a full tile: 512 scores a key and a thread, and never fewer than 16 scores."""
+    scores = _TILE_SCORES * min(torch.get_num_threads(), _MOST_THREADS)
+    return max(scores // heads, -(-_LEAST_SCORES // heads), 1)
 
 
 def _tiles(

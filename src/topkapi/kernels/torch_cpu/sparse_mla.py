@@ -12,7 +12,9 @@ import torch
 from topkapi.dispatch import Kernel, Problem
 from topkapi.kernels.torch_cpu.fp8 import dequantize_latent_into
 
+# Gathered latents of a block for one thread: they should stay in its cache.
 _GATHERED_BYTES = 5 * 2**18
+_MOST_THREADS = 8
 
 
 def sparse_mla(
@@ -57,9 +59,7 @@ def sparse_mla(
         )
         if sinks is not None:
             block.mul_(torch.sigmoid(lse[part] - sinks)[..., None])
-        torch.div(block, total, out=out[part]) if q.dtype == block.dtype else out[part].copy_(
-            block.div_(total)
-        )
+        out[part] = block.div_(total)
     return out.masked_fill_(last[:, :, None] < 0, 0.0), lse
 
 
@@ -70,7 +70,8 @@ def _rows_at_once(q: torch.Tensor, k: int, budget_bytes: int) -> int:
     everything = 2 * gathered + 12 * k * heads + 20 * heads * width
     step = budget_bytes // 2 // everything
     if q.device.type == "cpu":
-        step = min(step, _GATHERED_BYTES // gathered)
+        threads = min(torch.get_num_threads(), _MOST_THREADS)
+        step = min(step, _GATHERED_BYTES * threads // gathered)
     return max(1, min(rows, step))
 
 
