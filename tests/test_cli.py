@@ -60,6 +60,14 @@ def test_generate_streams_the_answer_to_stdout(tiny: Path) -> None:
     assert "6 tokens in" in result.stderr
 
 
+def test_generate_writes_a_trace(tiny: Path, tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    result = run("generate", *common(tiny), "--trace", str(file), "the question")
+    assert result.exit_code == 0, result.stderr
+    steps = [event for event in json.loads(file.read_text()) if event.get("tid") == 1]
+    assert len(steps) == 1 + 6  # the track's name, a prompt, five more tokens
+
+
 def test_generate_samples_with_a_seed_and_reads_stdin(tiny: Path) -> None:
     options = ["--temperature", "1.5", "--seed", "3", "--top-p", "0.9", "--top-k", "50"]
     result = run("generate", *common(tiny), *options, input="the question")

@@ -102,6 +102,9 @@ def generate(
     device: Device = "auto",
     dtype: Dtype = "auto",
     kv_cache_dtype: KvCacheDtype = "auto",
+    trace: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="A file for a Chrome trace of every step.")
+    ] = None,
 ) -> None:
     """Complete a prompt, or answer a question about a file."""
     from topkapi.engine.request import SamplingParams
@@ -110,7 +113,7 @@ def generate(
         temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=max_tokens, seed=seed
     )
     text = (sys.stdin.read() if sys.stdin else "") if prompt == "-" else prompt
-    llm = _load(model, device, dtype, kv_cache_dtype)
+    llm = _load(model, device, dtype, kv_cache_dtype, trace)
     wanted: Prompt = text
     if chat or context:
         wanted = llm.encode_chat([{"role": "user", "content": _with_context(context, text)}])
@@ -214,14 +217,16 @@ def _say(text: str) -> None:
     typer.echo(text, err=True)
 
 
-def _load(model: str, device: str, dtype: str, kv_cache_dtype: str) -> LLM:
+def _load(
+    model: str, device: str, dtype: str, kv_cache_dtype: str, trace: Path | None = None
+) -> LLM:
     with Console(stderr=True).status(f"loading {model}"):
         from transformers.utils import logging
 
         from topkapi.engine.llm import LLM
 
         logging.disable_progress_bar()
-        return LLM(model, device=device, dtype=dtype, kv_cache_dtype=kv_cache_dtype)
+        return LLM(model, device=device, dtype=dtype, kv_cache_dtype=kv_cache_dtype, trace=trace)
 
 
 def _with_context(context: Path | None, question: str) -> str:

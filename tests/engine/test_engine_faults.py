@@ -7,7 +7,7 @@ import pytest
 from engine.test_scheduler import Source
 from topkapi.cache import PageAllocator, PageLeases, PrefixTree
 from topkapi.engine.engine import Engine, EngineLimits
-from topkapi.engine.request import RequestOutput, SamplingParams, TokenLogprob
+from topkapi.engine.request import RequestOutput, SamplingParams, TokenLogprob, Urgency
 from topkapi.engine.scheduler import Batch, Scheduler, SchedulerLimits
 from topkapi.errors import KernelRefusedError, RequestError
 
@@ -86,3 +86,45 @@ def test_stop_strings_need_a_tokenizer() -> None:
     engine, _ = make()
     with pytest.raises(RequestError, match="no tokenizer"):
         engine.add([5], SamplingParams(stop="a"))
+
+
+def test_a_request_out_of_time_ends_with_what_it_has() -> None:
+    now = [100.0]
+    leases = PageLeases(PageAllocator(21, 4), PrefixTree(4))
+    scheduler = Scheduler(SchedulerLimits(16, 8), leases, Source(8))
+    limits = EngineLimits(100, 40, frozenset({0}))
+    engine = Engine(Countdown(None), scheduler, limits, clock=lambda: now[0])
+    slow = engine.add([50], SamplingParams(), urgency=Urgency(timeout=3))
+    never = engine.add([11], SamplingParams(), urgency=Urgency(priority=5, timeout=0.5))
+    free = engine.add([8], SamplingParams())
+    outputs = {}
+    for _ in range(10):
+        for update in engine.step():
+            if update.output is not None:
+                outputs[update.request_id] = update.output
+                assert update.finish_reason == update.output.finish_reason
+        now[0] += 1
+    assert (outputs[slow].finish_reason, outputs[slow].token_ids) == ("timeout", [49, 48, 47])
+    assert (outputs[never].finish_reason, outputs[never].token_ids) == ("timeout", [10])
+    assert outputs[free].finish_reason == "stop"
+    assert engine.step() == []
+    assert engine.stats().finished == {"timeout": 2, "stop": 1}
+    assert leases.available == 20
+
+
+@pytest.mark.parametrize("wrong", [{"timeout": 0}, {"timeout": "1"}, {"priority": 0.5}])
+def test_urgency_is_checked(wrong: dict[str, object]) -> None:
+    with pytest.raises(RequestError, match=next(iter(wrong))):
+        Urgency(**wrong)  # type: ignore[arg-type]
+
+
+def test_pages_of_nan_logits_are_not_served() -> None:
+    engine, _ = make()
+    prompt = [50] * 8
+    for _ in range(2):
+        engine.add([*prompt, BAD], SamplingParams())
+        outputs = drain(engine)
+        assert [output.num_cached_tokens for output in outputs.values()] == [0]
+    engine.add([*prompt, 3], SamplingParams())
+    engine.add([*prompt, 4], SamplingParams())
+    assert [output.num_cached_tokens for output in drain(engine).values()] == [0, 8]

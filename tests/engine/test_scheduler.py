@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from topkapi.cache import PageAllocator, PageLeases
+from topkapi.cache import PageAllocator, PageLeases, PrefixTree
 from topkapi.engine.request import Request, SamplingParams
 from topkapi.engine.scheduler import Batch, Scheduler, SchedulerLimits
 from topkapi.errors import ConfigError
@@ -200,3 +200,84 @@ def test_limits_are_checked() -> None:
         SchedulerLimits(max_batch_tokens=4, max_running_requests=5)
     with pytest.raises(ConfigError, match="max_running_requests"):
         SchedulerLimits(max_running_requests=0)
+
+
+def test_the_more_urgent_runs_first_and_equals_by_arrival() -> None:
+    scheduler, *_ = make(pages=40, tokens=8)
+    for number, priority in enumerate([0, 5, -1, 0]):
+        scheduler.add(request(number, 8, output=1, priority=priority))
+    order = []
+    while scheduler.has_work:
+        order += [number for number, *_ in shape(step(scheduler))]
+    assert order == [2, 0, 3, 1]
+
+
+def test_an_urgent_prompt_overtakes_a_long_one_under_way() -> None:
+    scheduler, *_ = make(pages=40, tokens=8)
+    scheduler.add(request(0, 40))
+    step(scheduler)
+    scheduler.add(request(1, 5, priority=-1))
+    scheduler.add(request(2, 5))
+    assert shape(step(scheduler)) == [(1, 0, 5), (0, 8, 3)]
+
+
+def test_urgency_preempts_the_less_urgent_alone_and_only_if_that_is_enough() -> None:
+    scheduler, pages, _ = make(pages=11, tokens=64)
+    for number, priority in [(0, 0), (1, 3), (2, 3)]:
+        scheduler.add(request(number, 8, output=9, priority=priority))
+    step(scheduler)
+    scheduler.add(request(3, 33, priority=1))  # 9 pages: request 0 is not to make way
+    step(scheduler)
+    assert [r.request_id for r in scheduler.running] == [0, 1, 2]
+    scheduler.add(request(4, 12, priority=-2))
+    step(scheduler)
+    assert [r.request_id for r in scheduler.running] == [4, 0, 1]
+    assert [r.request_id for r in scheduler.waiting] == [3, 2]
+    while scheduler.has_work:
+        step(scheduler)
+    assert pages.available == 11
+
+
+def sharing(pages: int) -> Scheduler:
+    leases = PageLeases(PageAllocator(pages + 1, PAGE), PrefixTree(PAGE))
+    return Scheduler(SchedulerLimits(64, 8), leases, Source(8))
+
+
+def same_prompt(number: int, length: int) -> Request:
+    return Request(number, list(range(length)), SamplingParams(max_tokens=2), 0, 10**6)
+
+
+def shared_step(scheduler: Scheduler) -> Batch:
+    batch = scheduler.schedule()
+    scheduler.advance(batch)
+    for chunk in batch.chunks:
+        if chunk.samples:
+            chunk.request.token_ids.append(7)
+            scheduler.share(chunk.request)
+    return batch
+
+
+def test_a_prompt_that_is_being_computed_is_waited_for_and_then_found() -> None:
+    scheduler = sharing(pages=40)
+    for number in range(3):
+        scheduler.add(same_prompt(number, 13))
+    assert shape(shared_step(scheduler)) == [(0, 0, 13)]
+    assert shape(shared_step(scheduler)) == [(0, 13, 1), (1, 12, 1), (2, 12, 1)]
+    assert (scheduler.num_looked_up, scheduler.num_found) == (39, 24)
+
+
+def test_a_prompt_of_whole_pages_runs_its_last_page_again() -> None:
+    scheduler = sharing(pages=40)
+    scheduler.add(same_prompt(0, 12))
+    shared_step(scheduler)
+    scheduler.add(same_prompt(1, 12))
+    assert shape(shared_step(scheduler))[1] == (1, 8, 4)
+
+
+def test_a_preempted_request_goes_on_from_what_is_kept() -> None:
+    scheduler = sharing(pages=10)
+    scheduler.add(same_prompt(0, 13))
+    shared_step(scheduler)
+    [item] = scheduler.running
+    scheduler._preempt(item)
+    assert shape(shared_step(scheduler)) == [(0, 12, 2)]
