@@ -6,10 +6,10 @@ The one place of the engine that sizes memory. Knows nothing about prompts or te
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -24,9 +24,16 @@ from topkapi.cache import (
 )
 from topkapi.config import BackendOptions, DsaConfig
 from topkapi.engine.engine import Engine, EngineLimits
+from topkapi.engine.parallel_runner import CheckedBackend, Place
 from topkapi.engine.runner import Runner
 from topkapi.engine.scheduler import Scheduler, SchedulerLimits
 from topkapi.engine.selection_stats import SelectionStats
+from topkapi.engine.speculative import (
+    Speculation,
+    SpeculativeRunner,
+    check_num_steps,
+    prepare_speculation,
+)
 from topkapi.engine.timeline import Timeline
 from topkapi.errors import ConfigError
 from topkapi.models.decoder import attention_modules
@@ -48,6 +55,7 @@ class EngineOptions:
     max_running_requests: int = 64
     page_size: int = 64
     memory_fraction: float = 0.8
+    speculative_num_steps: int | Literal["auto"] = 0
     enable_prefix_cache: bool = True
     host_cache_tokens: int = 0
     trace: Path | None = None
@@ -66,6 +74,7 @@ class EngineOptions:
             raise ConfigError("host_cache_tokens: needs enable_prefix_cache, whose pages it keeps")
         if not 0 < self.memory_fraction <= 1:
             raise ConfigError(f"memory_fraction: expected (0, 1], got {self.memory_fraction}")
+        check_num_steps(self.speculative_num_steps)
 
 
 def make_engine(
@@ -74,9 +83,11 @@ def make_engine(
     tokenizer: Any,
     eos: frozenset[int],
     options: EngineOptions,
+    place: Place | None = None,
 ) -> Engine:
     """Allocate the cache and put scheduler, runner and engine together.
 
+    `place` is where this process stands among the ranks of a split model; all of them must call.
     Raises `ConfigError` when not one page of cache fits, or for a cache format unknown.
     """
     scheduling = SchedulerLimits(options.max_batch_tokens, options.max_running_requests)
@@ -84,13 +95,15 @@ def make_engine(
     device = parameter.device
     context = min(config.max_position_embeddings, options.max_context_len or 2**62)
     cache_format = _cache_format(options.kv_cache_dtype, parameter.dtype)
-    pool = _make_pool(config, cache_format, device, context, options)
+    speculation = prepare_speculation(model, config, options.speculative_num_steps)
+    agree = int if place is None else place.group.smallest
+    pool = _make_pool(config, cache_format, device, context, options, speculation, agree)
     pages = PageAllocator(pool.num_pages, options.page_size)
     max_length = min(context, pages.available * options.page_size)
     rows = ReqToTokenPool(
         options.max_running_requests, pages.pages_for(max_length) * options.page_size, device
     )
-    backend = NativeSparseAttnBackend(
+    backend = (NativeSparseAttnBackend if place is None else CheckedBackend)(
         config,
         req_to_token_pool=rows,
         token_to_kv_pool=pool,
@@ -103,26 +116,26 @@ def make_engine(
     timeline.watch(modules)
     selection = SelectionStats(backend, options.selection_stats_every)
     selection.watch(modules)
-    runner = Runner(model, backend, rows, pool, timeline)
-    return Engine(
-        runner,
-        Scheduler(scheduling, _make_leases(pages, [pool], options), rows),
-        limits,
-        tokenizer,
-        timeline=timeline,
-        selection=selection,
-    )
+    scheduler = Scheduler(scheduling, _make_leases(pages, pool, options), rows)
+    runner: Runner
+    if place is not None:
+        runner = place.make_runner(model, backend, rows, pool, timeline)
+    elif speculation is None:
+        runner = Runner(model, backend, rows, pool, timeline)
+    else:
+        runner = SpeculativeRunner(model, backend, rows, pool, speculation, timeline)
+        scheduler.wanted_drafts = runner.wanted_drafts
+    return Engine(runner, scheduler, limits, tokenizer, timeline=timeline, selection=selection)
 
 
 def _make_leases(
-    pages: PageAllocator, pools: Sequence[NSATokenToKVPool], options: EngineOptions
+    pages: PageAllocator, pool: NSATokenToKVPool, options: EngineOptions
 ) -> PageLeases:
     if not options.enable_prefix_cache:
         return PageLeases(pages)
     places = pages.pages_for(options.host_cache_tokens)
-    return PageLeases(
-        pages, PrefixTree(options.page_size, HostTier(pools, places) if places else None)
-    )
+    host = HostTier([pool], places) if places else None
+    return PageLeases(pages, PrefixTree(options.page_size, host))
 
 
 def eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
@@ -147,16 +160,30 @@ def _make_pool(
     device: torch.device,
     context: int,
     options: EngineOptions,
+    speculation: Speculation | None,
+    agree: Callable[[int], int],
 ) -> NSATokenToKVPool:
-    """A pool of as many pages as asked for, or as the memory at hand allows (page 0 is extra)."""
+    """A pool of as many pages as asked for, or as the memory at hand allows (page 0 is extra).
+
+    `agree` turns the pages that fit here into those to have: the smallest number of all ranks.
+    """
     size = options.page_size
-    pool = NSATokenToKVPool(config, 1, page_size=size, kv_cache_dtype=cache_format, device=device)
+    pool = NSATokenToKVPool(
+        config,
+        1,
+        page_size=size,
+        kv_cache_dtype=cache_format,
+        device=device,
+        layers=None if speculation is None else speculation.cache_layers,
+        page_hidden=None if speculation is None else speculation.page_hidden,
+    )
     page_bytes = pool.bytes_per_token() * size
     pages = -(-(options.max_tokens_in_cache or context * options.max_running_requests) // size)
     if options.max_tokens_in_cache is None:
         pages = min(pages, int(_free_bytes(device) * options.memory_fraction) // page_bytes - 1)
         if device.type != "cuda":
             pages = min(pages, max(_HOST_CACHE_BYTES // page_bytes, -(-context // size)))
+    pages = agree(pages)
     if pages < 1:
         raise ConfigError(
             f"no memory for the cache: one page of {size} tokens takes {page_bytes} bytes on "

@@ -1,7 +1,7 @@
 """`topkapi.LLM`: a model by name, and text in, text out.
 
 Loads model and tokenizer, sizes the cache, and drives the engine; turns prompts and conversations
-into token ids. One process, one device, one calling thread.
+into token ids. One calling thread; one process and one device, unless the model is split.
 
 What is wrong with one request never stops the others: `generate` and `chat` give it an output whose
 `finish_reason` is `error` and whose `error` says why; `stream`, having only one, raises that
@@ -12,9 +12,9 @@ chat template) raises `ConfigError`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, Self, cast
 
 import torch
 from jinja2 import TemplateError
@@ -23,6 +23,8 @@ from tqdm import tqdm
 from topkapi.config import BackendOptions, DsaConfig
 from topkapi.engine.engine import Engine
 from topkapi.engine.launch import EngineOptions, eos_token_ids, make_engine
+from topkapi.engine.parallel import RemoteEngine, make_parallel_engine, rank_spec
+from topkapi.engine.rank import ParallelOptions
 from topkapi.engine.request import (
     Prompt,
     RequestOutput,
@@ -33,7 +35,7 @@ from topkapi.engine.request import (
 from topkapi.engine.stats import EngineStats
 from topkapi.errors import ConfigError, RequestError
 from topkapi.models.decoder import install
-from topkapi.models.loading import load_model, load_tokenizer, resolve_model_path
+from topkapi.models.loading import find_tokenizer, load_model, read_config, resolve_model_path
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -43,7 +45,8 @@ class LLM:
 
     Attributes:
         config: the model's `DsaConfig`.
-        model: the Transformers model, whose attention now runs on Topkapi and belongs to this LLM.
+        model: the Transformers model, whose attention now runs on Topkapi and belongs to this LLM;
+            None where it is split.
         tokenizer: the Transformers tokenizer, or None.
         device: where the model and its cache are.
         engine: the engine underneath, for step-by-step use.
@@ -64,12 +67,16 @@ class LLM:
         max_running_requests: int = 64,
         page_size: int = 64,
         memory_fraction: float = 0.8,
+        speculative_num_steps: int | Literal["auto"] = 0,
         enable_prefix_cache: bool = True,
         host_cache_tokens: int = 0,
         trace: str | Path | None = None,
         selection_stats_every: int = 0,
         backend_options: BackendOptions | None = None,
         config_overrides: Mapping[str, Any] | None = None,
+        tensor_parallel_size: int = 1,
+        verify_selection: int = 64,
+        parallel_timeout: float = 600.0,
     ) -> None:
         """Load and make ready.
 
@@ -86,6 +93,9 @@ class LLM:
             max_batch_tokens: tokens of one step; longer prompts are computed in chunks.
             max_running_requests: requests computed at once; more of them wait.
             memory_fraction: share of the free device memory that the cache may take.
+            speculative_num_steps: tokens that the checkpoint's next-token-prediction layer drafts
+                for each request and step, 0 to 4; `auto` goes by what pays off as it runs, and is
+                0 where the checkpoint has no such layer.
             enable_prefix_cache: keep computed pages, so that a prompt that begins as an earlier one
                 (or goes on from its answer) starts behind what they share.
             host_cache_tokens: tokens whose pages are kept in host memory (page-locked beside a GPU)
@@ -97,8 +107,13 @@ class LLM:
             backend_options: None reads the `TOPKAPI_` environment variables.
             config_overrides: fields of the model's config to change before loading, such as
                 `{"index_topk": 1024}`.
+            tensor_parallel_size: ranks to split the model over, each a process with a device of its
+                own. More than 1 needs a path, and leaves `model` None in this process.
+            verify_selection: every so many steps the ranks compare what they selected; 0 is never.
+            parallel_timeout: seconds a rank waits for the others inside a step.
 
-        Raises `CheckpointError`, `UnsupportedModelError` or `ConfigError`.
+        Raises `CheckpointError`, `UnsupportedModelError` or `ConfigError`, and `ParallelError` when
+        a rank fails.
         """
         options = EngineOptions(
             kv_cache_dtype=kv_cache_dtype,
@@ -108,6 +123,7 @@ class LLM:
             max_running_requests=max_running_requests,
             page_size=page_size,
             memory_fraction=memory_fraction,
+            speculative_num_steps=speculative_num_steps,
             enable_prefix_cache=enable_prefix_cache,
             host_cache_tokens=host_cache_tokens,
             trace=None if trace is None else Path(trace),
@@ -116,11 +132,22 @@ class LLM:
             if backend_options is None
             else backend_options,
         )
-        self.model, self.tokenizer = _load(model, tokenizer, device, dtype, config_overrides)
-        self.config: DsaConfig = install(self.model)
-        self.device = next(self.model.parameters()).device
-        eos = eos_token_ids(self.model, self.tokenizer)
-        self.engine: Engine = make_engine(self.model, self.config, self.tokenizer, eos, options)
+        self.engine: Engine | RemoteEngine
+        self._end: Callable[[], object] | None = None
+        loading = (model, tokenizer, device, dtype, config_overrides)
+        parallel = ParallelOptions(tensor_parallel_size, verify_selection, parallel_timeout)
+        if parallel.size > 1:
+            spec = rank_spec(*loading, options, parallel)
+            self.model, self.tokenizer = None, spec.tokenizer
+            self.config = DsaConfig.from_hf(read_config(spec.path, config_overrides))
+            self.device = torch.device(spec.device)
+            self.engine, self._end = make_parallel_engine(spec)
+        else:
+            self.model, self.tokenizer = _load(*loading)
+            self.config = install(self.model)
+            self.device = next(self.model.parameters()).device
+            eos = eos_token_ids(self.model, self.tokenizer)
+            self.engine = make_engine(self.model, self.config, self.tokenizer, eos, options)
         self._inboxes: dict[int, deque[RequestUpdate]] = {}
 
     @property
@@ -132,6 +159,17 @@ class LLM:
         what the indexers select where `selection_stats_every` says so.
         """
         return self.engine.stats()
+
+    def close(self) -> None:
+        """End the ranks of a split model; else nothing. So does leaving a `with` block."""
+        if self._end is not None:
+            self._end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def generate(
         self,
@@ -321,9 +359,8 @@ def _load(
             )
         return model.eval(), tokenizer
     path = resolve_model_path(model)
-    # A checkpoint may come without a tokenizer: it then takes token ids only.
-    if tokenizer is None and any(path.glob("tokenizer*")):
-        tokenizer = load_tokenizer(path)
+    if tokenizer is None:
+        tokenizer = find_tokenizer(path)
     return load_model(path, dtype, device, config_overrides=config_overrides), tokenizer
 
 

@@ -191,7 +191,7 @@ def assemble(
         options["generation_config"] = GenerationConfig.from_pretrained(str(directory))
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if split is not None:
-        options.update(split.load_options())
+        options.update(split.load_options(config, options["dtype"]))
     try:
         loader = model_class if split is None else split.loader(model_class)
         model, report = loader.from_pretrained(

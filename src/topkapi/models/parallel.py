@@ -22,6 +22,8 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from topkapi.errors import ConfigError, UnsupportedModelError
 
 _DIVIDED = ("num_attention_heads", "intermediate_size", "moe_intermediate_size")
+# Bytes that a row of one expert's share must be a multiple of, or torch has no grouped product.
+_GROUPED_ALIGNMENT = 16
 _HOOK = "prepare_distribute_model"
 
 
@@ -68,9 +70,14 @@ class ModelSplit:
 
         return type(model_class.__name__, (model_class,), {_HOOK: classmethod(prepare)})
 
-    def load_options(self) -> Mapping[str, Any]:
+    def load_options(self, config: Any, dtype: torch.dtype) -> Mapping[str, Any]:
         """Keyword arguments for that `from_pretrained`."""
-        return {"distributed_config": DistributedConfig(tp_size=self.mesh.size())}
+        size = self.mesh.size()
+        options: dict[str, Any] = {"distributed_config": DistributedConfig(tp_size=size)}
+        share = (getattr(config, "moe_intermediate_size", None) or 0) // size * dtype.itemsize
+        if share % _GROUPED_ALIGNMENT:
+            options["experts_implementation"] = "eager"
+        return options
 
     def finish(self, model: Any, model_class: type[Any]) -> None:
         """Give the loaded model its own class back, and its layers plain local parameters.
