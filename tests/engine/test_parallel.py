@@ -192,6 +192,24 @@ class TestSameAnswers:
         with pytest.raises(RequestError, match="unknown token id 500"):
             two.stream(bad)
 
+    def test_after_an_interrupt_the_next_call_gets_its_own_answer(
+        self, one: LLM, two: LLM, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        waits = iter([parallel.wait] * 12)
+
+        def interrupted(*args: Any) -> Any:
+            found = next(waits, None)
+            if found is None:
+                monkeypatch.undo()
+                raise KeyboardInterrupt
+            return found(*args)
+
+        monkeypatch.setattr(parallel, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            answers(two)
+        assert not two.engine.has_work
+        assert answers(two) == answers(one)
+
     def test_counters_are_rank_0s(self, two: LLM) -> None:
         assert two.stats().steps > 0
         assert two.model is None
@@ -344,28 +362,46 @@ def test_real_processes_answer_alike_and_do_not_outlive_who_started_them(
     assert gone(pids)
 
 
-def launch(path: Path, size: int, port: int, rank: int, sent: Any) -> Forked:
-    """One rank of a launcher such as torchrun."""
+def launch(path: Path, sent: Any) -> list[Forked]:
+    """Two ranks of a launcher such as torchrun, which send what their scripts come to."""
 
     def script() -> None:
-        with make_llm(path, size) as llm:
-            sent.send(answers(llm))
+        with make_llm(path) as llm:
+            try:
+                sent.send(answers(llm))
+            except ParallelError as error:
+                sent.send(error)
+                raise
 
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": port}
-    environment = {name: str(value) for name, value in place.items()}
-    return fork(script, {**environment, "MASTER_ADDR": "127.0.0.1"})
-
-
-def test_under_a_launcher_rank_0_goes_on_and_the_others_serve(checkpoint: Path, one: LLM) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    group = {"WORLD_SIZE": "2", "MASTER_PORT": str(port), "MASTER_ADDR": "127.0.0.1"}
+    places = ({"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in (0, 1))
+    return [fork(script, {**place, **group}) for place in places]
+
+
+def test_under_a_launcher_rank_0_goes_on_and_the_others_serve(checkpoint: Path, one: LLM) -> None:
     near, far = Pipe()
-    ranks = [launch(checkpoint, 2, port, rank, far) for rank in (0, 1)]
+    ranks = launch(checkpoint, far)
     assert near.poll(120), "rank 0 has no answers"
     assert near.recv() == answers(one)
     assert [rank.wait(30) for rank in ranks] == [0, 0]
     assert not near.poll(), "only rank 0 goes on"
+
+
+def test_under_a_launcher_rank_0_learns_why_another_failed(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault_on(monkeypatch, 1, boom)
+    near, far = Pipe()
+    ranks = launch(checkpoint, far)
+    assert near.poll(120), "rank 0 has no answers"
+    error = near.recv()
+    assert isinstance(error, ParallelError)
+    assert error.rank == 1
+    assert 'raise RuntimeError("boom")' in error.traceback
+    assert [rank.wait(30) for rank in ranks] == [1, 1]
 
 
 def test_a_launcher_with_other_ranks_is_refused(
