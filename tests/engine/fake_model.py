@@ -99,6 +99,7 @@ class FakeModel:
     def _run(self, chunk: Chunk) -> int:
         request, size = chunk.request, self._page_size
         assert request.row is not None
+        assert chunk.length > 0
         for place, page in enumerate(chunk.new_pages):
             self._table[request.row, chunk.first_new_page + place] = page
         context, end = 0, chunk.start + chunk.length

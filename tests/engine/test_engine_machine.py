@@ -29,6 +29,7 @@ class Asked:
     prompt: list[int]
     num_output: int
     timeout: float | None
+    arrival: float
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -70,7 +71,7 @@ class EngineMachine(RuleBasedStateMachine):
         num_output = min(num_output, room)
         params = SamplingParams(temperature=0, max_tokens=num_output)
         number = self.engine.add(prompt, params, urgency=Urgency(priority, timeout))
-        self.asked[number] = Asked(prompt, num_output, timeout)
+        self.asked[number] = Asked(prompt, num_output, timeout, self.now)
 
     @precondition(lambda self: self.asked.keys() - self.ended)
     @rule(number=st.integers(0, 1000))
@@ -91,6 +92,9 @@ class EngineMachine(RuleBasedStateMachine):
         for update in self.engine.step():
             if update.output is not None:
                 self._check(update.output)
+        for number in self.asked.keys() - self.ended:
+            asked = self.asked[number]
+            assert asked.timeout is None or self.now < asked.arrival + asked.timeout
         self.accounts()
 
     def _check(self, output: RequestOutput) -> None:

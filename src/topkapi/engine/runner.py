@@ -23,6 +23,7 @@ from topkapi.engine.step_plan import StepPlan
 from topkapi.engine.timeline import Timeline
 from topkapi.models.attention import DsaStep
 from topkapi.models.decoder import compute_logits, run_decoder
+from topkapi.models.row_invariant import prepare
 
 
 class Runner:
@@ -43,6 +44,8 @@ class Runner:
         self._sampler = Sampler()
         self._device = rows.req_to_token.device
         self._timeline = timeline or Timeline()
+        if backend.options.deterministic:
+            prepare(model)
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> Sequence[Sampled]:

@@ -20,6 +20,7 @@ from topkapi.attention.layer_forward import LayerForward
 from topkapi.config import DsaConfig
 from topkapi.errors import ConfigError, ShapeError
 from topkapi.models.absorbed import AbsorbedWeights
+from topkapi.models.row_invariant import per_head
 from topkapi.reference.rope import apply_rope
 
 
@@ -151,11 +152,12 @@ class DsaAttention:
         w_kc, w_vc = self._absorbed.halves(x.dtype)
         layer = self._layer(q.shape[1], w_kc, w_vc)
         topk_indices = self._select(part, x, residual, cos, sin)
+        invariant = backend.options.deterministic
         if backend.use_dense(batch):
             whole = torch.cat((q[..., :nope], q_rope), dim=-1)
             out = backend.forward_dense(whole, latent, layer, batch, k_rope)
         else:
-            q_latent = torch.bmm(q[..., :nope].transpose(0, 1), w_kc).transpose(0, 1)
+            q_latent = per_head(q[..., :nope], w_kc, row_invariant=invariant)
             out = backend.forward(
                 q_latent,
                 latent,
@@ -166,8 +168,8 @@ class DsaAttention:
                 k_rope=k_rope,
                 topk_indices=topk_indices,
             )
-            per_head = out.view(-1, q.shape[1], config.kv_lora_rank).transpose(0, 1)
-            out = torch.bmm(per_head, w_vc).transpose(0, 1).flatten(1)
+            out = out.view(-1, q.shape[1], config.kv_lora_rank)
+            out = per_head(out, w_vc, row_invariant=invariant).flatten(1)
         if gate is not None:
             out = (out * torch.sigmoid(gate.float())).to(out.dtype)
         projected: torch.Tensor = module.o_proj(out)

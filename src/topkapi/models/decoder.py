@@ -7,6 +7,7 @@ Transformers'. Knows nothing about generation or Transformers' caches.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 from topkapi.config import DsaConfig
 from topkapi.errors import UnsupportedModelError
 from topkapi.models.attention import DsaAttention, DsaStep
+from topkapi.models.row_invariant import RowInvariant
 
 _PARTS = ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")
 _INDEXER_PARTS = ("wq_b", "wk", "k_norm", "weights_proj")
@@ -118,13 +120,15 @@ def run_decoder(
     decoder = decoder_of(model)
     if not isinstance(decoder.layers[0].self_attn.__dict__.get("forward"), DsaAttention):
         install(model)
-    output = decoder(
-        input_ids=input_ids[None],
-        position_ids=positions[None],
-        attention_mask={"indexed_attention": None},
-        use_cache=False,
-        dsa_step=step,
-    )
+    deterministic = any(part.backend.options.deterministic for part in step.parts)
+    with RowInvariant() if deterministic else nullcontext():
+        output = decoder(
+            input_ids=input_ids[None],
+            position_ids=positions[None],
+            attention_mask={"indexed_attention": None},
+            use_cache=False,
+            dsa_step=step,
+        )
     hidden: torch.Tensor = output.last_hidden_state[0]
     return hidden
 

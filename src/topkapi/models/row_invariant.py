@@ -1,0 +1,113 @@
+"""How does a row get the same bits whatever is computed beside it?
+
+BLAS libraries choose another kernel, and so another order of sums, for another number of rows. Here
+every product runs over tiles of a fixed number of rows, the last one filled up: a row's bits are
+then its own, in any batch, chunk or place. Some of torch's CPU functions have one formula for whole
+vectors of elements and another for what is left at the end of a buffer: there every row is filled
+up. The price is the filling, and smaller products: this is for runs that must be repeatable bit by
+bit, not for speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+# On a GPU a product of few rows takes as long as reading the weights, and launches cost.
+_CPU_TILE = 16
+_GPU_TILE = 128
+# Widest vector that torch's CPU functions work on at once, and the most elements one thread does.
+_CPU_VECTOR = 64
+_CPU_GRAIN = 32768
+_TWO_FORMULAS = {
+    nn.functional.silu,
+    nn.functional.gelu,
+    nn.functional.softplus,
+    torch.sigmoid,
+    torch.Tensor.sigmoid,
+}
+
+
+class RowInvariant(TorchFunctionMode):
+    """A context in which `nn.functional.linear`, and so every `nn.Linear`, and activations are
+    row-invariant.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is nn.functional.linear:
+            return row_invariant_linear(*args, **(kwargs or {}))
+        if func in _TWO_FORMULAS and args[0].device.type == "cpu":
+            return _elementwise(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def prepare(model: Any) -> None:
+    """Ready a Transformers model, for good: experts are computed one after another, through
+    `linear`, and the head is row-invariant outside of the context, too.
+    """
+    model.set_experts_implementation("eager")
+    head: Any = model.get_output_embeddings()
+    if type(head).forward is nn.Linear.forward:
+        head.forward = partial(row_invariant_linear, weight=head.weight, bias=head.bias)
+
+
+def row_invariant_linear(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`input [..., K] @ weight [N, K]^T + bias [N]`, tile by tile of rows."""
+    rows = input.reshape(-1, input.shape[-1])
+    out = rows.new_empty(rows.shape[0], weight.shape[0])
+    for first, tile, count in _tiles(rows, 0):
+        out[first : first + count] = nn.functional.linear(tile, weight, bias)[:count]
+    return out.view(*input.shape[:-1], weight.shape[0])
+
+
+def per_head(x: torch.Tensor, weight: torch.Tensor, *, row_invariant: bool) -> torch.Tensor:
+    """Each head's own product: `x [T, H, A]` and `weight [H, A, B]` to `[T, H, B]`."""
+    by_head = x.transpose(0, 1)
+    if not row_invariant:
+        return torch.bmm(by_head, weight).transpose(0, 1)
+    out = x.new_empty(weight.shape[0], x.shape[0], weight.shape[2])
+    for first, tile, count in _tiles(by_head, 1):
+        out[:, first : first + count] = torch.bmm(tile, weight)[:, :count]
+    return out.transpose(0, 1)
+
+
+def _elementwise(
+    func: Callable[..., torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> torch.Tensor:
+    """`func` of `args[0]`, of any shape, such that no element of it is left over or at the end of a
+    thread's share.
+    """
+    x, rest = args[0], args[1:]
+    rows = x.reshape(-1, x.shape[-1])
+    rows = nn.functional.pad(rows, (0, -rows.shape[1] % _CPU_VECTOR))
+    step = max(1, _CPU_GRAIN // rows.shape[1])
+    parts = [func(part, *rest, **kwargs) for part in torch.split(rows, step)]
+    return torch.cat(parts)[:, : x.shape[-1]].reshape(x.shape)
+
+
+def _tiles(x: torch.Tensor, dim: int) -> list[tuple[int, torch.Tensor, int]]:
+    """`(first row, contiguous tile, rows of it that are x's)`, in order; `dim` counts rows."""
+    size = _GPU_TILE if x.device.type == "cuda" else _CPU_TILE
+    tiles = []
+    for first in range(0, x.shape[dim], size):
+        part = x.narrow(dim, first, min(size, x.shape[dim] - first))
+        count = part.shape[dim]
+        shape = list(part.shape)
+        shape[dim] = size
+        tile = x.new_zeros(shape)
+        tile.narrow(dim, 0, count).copy_(part)
+        tiles.append((first, tile, count))
+    return tiles

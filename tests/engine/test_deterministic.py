@@ -1,0 +1,84 @@
+"""Bit for bit: log-probabilities of a request, whatever runs beside it and whatever was cached."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from peers.tiny_models import BY_NAME
+from topkapi.config import BackendOptions
+from topkapi.engine.llm import LLM
+from topkapi.engine.request import RequestOutput, SamplingParams
+from topkapi.models.row_invariant import per_head, row_invariant_linear
+
+PARAMS = SamplingParams(temperature=0, max_tokens=18, ignore_eos=True, logprobs=5)
+
+
+def prompts() -> list[list[int]]:
+    rng = random.Random(3)
+    shared = [rng.randrange(3, 90) for _ in range(29)]
+    own = [[rng.randrange(3, 90) for _ in range(n)] for n in (1, 7, 8, 40)]
+    return [[*shared, *item] for item in own]
+
+
+def make(name: str, **options: Any) -> LLM:
+    deterministic = BackendOptions(deterministic=True)
+    return LLM(
+        BY_NAME[name].build(),
+        **{"page_size": 8, "max_batch_tokens": 64, "backend_options": deterministic, **options},
+    )
+
+
+def bits(output: RequestOutput) -> list[tuple[int, float, dict[int, float]]]:
+    assert output.error is None
+    assert output.logprobs is not None
+    return [(item.token_id, item.logprob, item.top) for item in output.logprobs]
+
+
+def twice(llm: LLM) -> list[Any]:
+    """Every prompt, and then the next turn of two of them."""
+    first = llm.generate(prompts(), PARAMS, use_tqdm=False)
+    turn = [[*output.prompt_token_ids, *output.token_ids, 5] for output in first[:2]]
+    return [bits(output) for output in (*first, *llm.generate(turn, PARAMS, use_tqdm=False))]
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "cached": {},
+    "small chunks": {"max_batch_tokens": 13, "max_running_requests": 3},
+    "preempted": {"max_tokens_in_cache": 104, "max_batch_tokens": 200},
+    "from the host": {"max_tokens_in_cache": 96, "host_cache_tokens": 1000},
+}
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32_yarn", "glm_shared"])
+def test_bits_do_not_depend_on_the_cache_or_the_batch(name: str) -> None:
+    alone = make(name, enable_prefix_cache=False, max_running_requests=1)
+    want = twice(alone)
+    assert alone.stats().cache.found_tokens == 0
+    for way, options in WAYS.items():
+        llm = make(name, **options)
+        assert twice(llm) == want, way
+        stats = llm.stats()
+        assert stats.cache.found_tokens >= 24
+        assert stats.preemptions > 0 or way != "preempted"
+        assert stats.cache.restored_pages > 0 or way != "from the host"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_are_right_and_rows_their_own(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(37, 3, 300).to(dtype), torch.randn(3, 300, 40).to(dtype)
+    bias = torch.randn(40).to(dtype)
+    heads = per_head(x, weight, row_invariant=True)
+    torch.testing.assert_close(heads, per_head(x, weight, row_invariant=False))
+    rows, linear = x[:, 0], weight[0].T.contiguous()
+    flat = row_invariant_linear(rows, linear, bias)
+    torch.testing.assert_close(flat, torch.nn.functional.linear(rows, linear, bias))
+    for first, last in [(0, 1), (5, 6), (3, 19), (20, 37)]:
+        part = row_invariant_linear(rows[None, first:last], linear, bias)[0]
+        assert torch.equal(part, flat[first:last])
+        part = per_head(x[first:last], weight, row_invariant=True)
+        assert torch.equal(part, heads[first:last])
