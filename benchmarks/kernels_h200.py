@@ -124,8 +124,12 @@ def mla(
 def _short(tile: Any) -> str:
     if tile is None:
         return "chosen"
-    flags = "".join(name[0] for name in ("apart", "swap", "wide") if getattr(tile, name, False))
-    sizes = [v for k, v in asdict(tile).items() if k not in ("apart", "swap", "wide", "per_sm")]
+    flags = "".join(
+        name[1] for name in ("apart", "swap", "sm90", "stream") if getattr(tile, name, False)
+    )
+    sizes = [
+        v for k, v in asdict(tile).items() if k not in ("apart", "swap", "sm90", "stream", "per_sm")
+    ]
     return "/".join(map(str, sizes)) + flags
 
 
@@ -195,7 +199,12 @@ def _logits(
 
 
 def topk(
-    rows: int, width: int, kind: str = "normal", by_torch: bool = False, splits: int | None = None
+    rows: int,
+    width: int,
+    kind: str = "normal",
+    by_torch: bool = False,
+    splits: int | None = None,
+    warps: int | None = None,
 ) -> Variant:
     def make(small: bool) -> Callable[[], Any]:
         r, s = (2, width) if small else (rows, width)
@@ -206,9 +215,10 @@ def topk(
         out = torch.empty(r, 2048, dtype=torch.int32, device="cuda")
         if by_torch:
             return lambda: torch.topk(logits, 2048, dim=1)
-        return lambda: choosing.launch_topk(logits, lengths, 2048, out, splits=splits)
+        return lambda: choosing.launch_topk(logits, lengths, 2048, out, splits=splits, warps=warps)
 
-    name = f"{'torch' if by_torch else 'ours'} {rows} x {width // 1024}k {kind} splits={splits}"
+    who = "torch" if by_torch else "ours"
+    name = f"{who} {rows} x {width // 1024}k {kind} splits={splits} warps={warps}"
     return Variant("topk", name, make, 0.0, 4.0 * rows * width)
 
 
@@ -221,51 +231,18 @@ def variants() -> Iterator[Variant]:
         yield mla("mla_prefill", 4096, 32, context, bf16)
         yield mla("mla_prefill", 4096, 16, context, bf16)
         yield mla("mla_prefill", 4096, 8, context, bf16)
-    for t in (
-        tile(64, 64, 8, 2),
-        tile(64, 32, 8, 5),
-        tile(64, 32, 8, 5, apart=True),
-    ):
-        yield mla("mla_prefill_tiles", 4096, 128, 65536, bf16, t)
-    for t in (
-        tile(16, 32, 4, 4),
-        tile(16, 32, 2, 5),
-        tile(16, 16, 2, 5),
-        tile(16, 64, 4, 5),
-        tile(16, 64, 8, 5),
-        tile(16, 64, 4, 4, swap=True),
-    ):
-        yield mla("mla_prefill_tiles", 4096, 16, 65536, bf16, t)
-    for t in (
-        tile(32, 32, 8, 5),
-        tile(32, 64, 8, 5),
-        tile(32, 64, 4, 4, swap=True),
-    ):
-        yield mla("mla_prefill_tiles", 4096, 32, 65536, bf16, t)
+    yield mla("mla_prefill_tiles", 4096, 128, 65536, bf16, tile(64, 64, 8, 2))
+    for t in (tile(16, 32, 4, 5), tile(32, 64, 8, 5)):
+        yield mla("mla_prefill_tiles", 4096, t.heads, 65536, bf16, t)
     for cache in (fp8, bf16):
         for heads in (128, 16):
             for rows in (1, 8, 32, 64, 128):
                 yield mla("mla_decode", rows, heads, 65536, cache, per_request=True)
-    for t in (
-        tile(16, 32, 4, 1),
-        tile(16, 64, 8, 1),
-        tile(16, 32, 8, 5),
-        tile(16, 64, 8, 5),
-        tile(16, 64, 8, 5, swap=True),
-    ):
-        for splits in (2, 4, 8):
-            yield mla("mla_decode_tiles", 64, 16, 65536, fp8, t, splits, per_request=True)
-    for t in (
-        tile(64, 32, 8, 5),
-        tile(64, 32, 8, 5, apart=True),
-        tile(64, 64, 8, 2),
-        tile(64, 64, 8, 1),
-    ):
-        for splits in (1, 2):
-            yield mla("mla_decode_tiles", 64, 128, 65536, fp8, t, splits, per_request=True)
-    for t in (tile(16, 32, 4, 5), tile(16, 64, 8, 5), tile(16, 64, 4, 4, swap=True)):
-        for splits in (2, 4, 8):
-            yield mla("mla_decode_tiles", 64, 16, 65536, bf16, t, splits, per_request=True)
+    narrow = tile(16, 64, 4, 2, sm90=True)
+    for cache in (fp8, bf16):
+        for rows, most in ((1, 32), (8, 32), (32, 16), (64, 8), (128, 4)):
+            for splits in (most, most // 2, most // 4):
+                yield mla("mla_decode_splits", rows, 16, 65536, cache, narrow, splits, True)
     for length in (8192, 65536):
         yield scores("logits", 4096, 1, 64, length, e4m3)
         yield scores("logits", 4096, 1, 64, length, bf16)
@@ -273,22 +250,24 @@ def variants() -> Iterator[Variant]:
         yield scores("logits", rows, rows, 64, 65536, e4m3)
         yield scores("logits", rows, rows, 64, 65536, bf16)
     cut = scoring.Tile
+    for t in (cut(128, 128, 2, 4, 2), cut(128, 128, 4, 8, 3), cut(256, 128, 2, 8, 2)):
+        yield scores("logits_tiles", 4096, 1, 64, 65536, e4m3, t)
     for t in (
         cut(128, 128, 1, 4, 3),
-        cut(128, 128, 2, 4, 3),
-        cut(128, 128, 1, 8, 3),
-        cut(64, 128, 1, 4, 3),
-        cut(256, 128, 2, 8, 3),
+        cut(128, 128, 1, 4, 2),
         cut(128, 64, 1, 4, 4),
-        cut(64, 128, 2, 4, 3),
+        cut(256, 128, 1, 8, 3),
+        cut(256, 256, 2, 8, 3),
     ):
-        for dtype in (e4m3, bf16):
-            yield scores("logits_tiles", 4096, 1, 64, 65536, dtype, t)
+        yield scores("logits_tiles", 4096, 1, 64, 65536, bf16, t)
     for t in (
-        cut(256, 1, 1, 8, 2),
-        cut(64, 1, 1, 4, 2),
-        cut(128, 1, 1, 4, 1),
-        cut(256, 1, 1, 4, 2),
+        cut(64, 1, 1, 4, 4, stream=True),
+        cut(64, 1, 1, 4, 3, stream=True),
+        cut(64, 1, 1, 4, 1, stream=True),
+        cut(128, 1, 1, 4, 3, stream=True),
+        cut(128, 1, 1, 4, 1, stream=True),
+        cut(128, 1, 1, 8, 3, stream=True),
+        cut(128, 1, 1, 4, 2),
     ):
         for dtype in (e4m3, bf16):
             yield scores("logits_tiles", 64, 64, 64, 65536, dtype, t)
@@ -297,7 +276,12 @@ def variants() -> Iterator[Variant]:
             yield topk(rows, width)
             yield topk(rows, width, by_torch=True)
     yield topk(4096, 65536, "relu")
-    yield topk(64, 65536, splits=1)
+    for splits, warps in ((4, 16), (8, 8), (16, 8), (8, 16)):
+        yield topk(4096, 65536, splits=splits, warps=warps)
+    for splits, warps in ((8, 8), (16, 16)):
+        yield topk(64, 65536, splits=splits, warps=warps)
+    yield topk(4096, 8192, warps=16)
+    yield topk(1, 65536, warps=16)
     yield topk(1, 2**20)
     for budget in (64, 256, 1024):
         yield scores("select", 4096, 1, 64, 65536, e4m3, op="select", budget=budget << 20)

@@ -36,6 +36,16 @@ WIDE_CASES = (
                   dtype=torch.bfloat16, poison="query"),
     SparseMlaCase("wide fp16", 3, heads=128, k=2048, num_slots=5000, cache=torch.float16,
                   dtype=torch.float16, pattern="holes"),
+    SparseMlaCase("narrow", 70, heads=16, k=2048, num_slots=5000, cache=torch.bfloat16,
+                  dtype=torch.bfloat16),
+    SparseMlaCase("narrow holes", 300, heads=32, k=333, num_slots=5000, cache=torch.bfloat16,
+                  dtype=torch.bfloat16, pattern="holes", sinks=True, logit_cap=20.0),
+    SparseMlaCase("narrow fp8", 200, heads=20, k=333, num_slots=5000, cache=torch.uint8,
+                  dtype=torch.bfloat16, pattern="holes", sinks=True),
+    SparseMlaCase("narrow fp8, 3 heads", 4, heads=3, k=2048, num_slots=5000, cache=torch.uint8,
+                  dtype=torch.bfloat16),
+    SparseMlaCase("wide fp8 holes", 200, heads=72, k=333, num_slots=5000, cache=torch.uint8,
+                  dtype=torch.bfloat16, pattern="holes", sinks=True),
     SparseMlaCase("fp8 128 heads", 70, heads=128, k=300, cache=torch.uint8, dtype=torch.bfloat16),
 )  # fmt: skip
 
@@ -79,7 +89,7 @@ def test_indexer_logits_and_select(case: SelectCase) -> None:
 
 
 def differing(got: torch.Tensor, want: torch.Tensor) -> list[tuple[int, int, int]]:
-    """The first bytes that differ, up to the sign of an e4m3 NaN: inf / inf has another one on a GPU."""
+    """Bytes that differ, up to the sign of an e4m3 NaN: a GPU has another for inf / inf."""
     got, want = got.cpu().flatten(), want.cpu().flatten()
     nan = ((got & 0x7F) == 0x7F) & ((want & 0x7F) == 0x7F)
     places = (~((got == want) | nan)).nonzero().flatten()[:20].tolist()

@@ -28,7 +28,7 @@ def indexer_logits(
     """How much each query row wants each position of its context.
 
     Args:
-        q: `[R, Hi, Di]` fp32, bf16 or fp16.
+        q: `[R, Hi, Di]` fp32, bf16, fp16 or e4m3 (its scale then is in `weights`).
         weights: `[R, Hi]` fp32, `Hi^-1/2 * Di^-1/2` (and the q scale) already in them.
         index_cache: `[slots, Di]` float, or fp8 uint8 `[pages, page * (Di + 4)]`.
         context: lengths and addresses of the R rows.
@@ -133,7 +133,7 @@ def _check(
 ) -> str:
     """Check what scoring takes; return the name of the cache's layout."""
     sizes: dict[str, int] = {}
-    check("q", q, "R Hi Di", sizes, dtypes=FLOATS)
+    check("q", q, "R Hi Di", sizes, dtypes=(*FLOATS, torch.float8_e4m3fn))
     check("weights", weights, "R Hi", sizes, dtypes=(torch.float32,), like=q)
     cache_format = check_index_cache(index_cache, sizes["Di"], like=q)
     check_context(context, sizes, q)

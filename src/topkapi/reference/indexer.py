@@ -32,7 +32,7 @@ def score(
 
     Computed in fp32, or in fp64 when q is fp64.
     """
-    compute = torch.promote_types(q.dtype, torch.float32)
+    compute = torch.float64 if q.dtype == torch.float64 else torch.float32
     per_head = torch.einsum("rhd,sd->rhs", q.to(compute), keys.to(compute)).relu()
     logits = torch.einsum("rhs,rh->rs", per_head, weights.to(compute))
     return logits if scales is None else logits * scales.to(compute)
@@ -47,7 +47,7 @@ def indexer_logits(
     `[pages, page * (Di + 4)]`. Synchronises: one request at a time.
     """
     rows, _, index_dim = q.shape
-    compute = torch.promote_types(q.dtype, torch.float32)
+    compute = torch.float64 if q.dtype == torch.float64 else torch.float32
     logits = torch.full((rows, context.max_length), float("-inf"), dtype=compute, device=q.device)
     bounds = context.cu_seqlens_q.tolist()
     for request, (first, last) in enumerate(pairwise(bounds)):

@@ -73,6 +73,19 @@ def test_select(case: SelectCase) -> None:
     case.compare(got, inputs, output)
 
 
+def test_e4m3_queries() -> None:
+    """The logits of the very values that the codes stand for."""
+    case = SelectCase("e4m3 query", (9, 1), (200, 300), cache=torch.uint8)
+    inputs = case.make(dtype=torch.float8_e4m3fn)
+    del inputs["k"]
+    for kernel in ("triton", "torch"):
+        got = ops.indexer_logits(**inputs, kernel=kernel)
+        want = reference.indexer_logits(**{**inputs, "q": inputs["q"].double()})
+        finite = want.isfinite()
+        assert torch.equal(finite, got.isfinite())
+        assert (got - want)[finite].abs().max() < 1e-5 * want[finite].abs().max()
+
+
 @pytest.mark.parametrize("case", without_bf16(RECORD_CASES), ids=named)
 def test_records_are_written(case: RecordCase) -> None:
     inputs = case.make()

@@ -20,7 +20,8 @@ import triton.language as tl
 from topkapi.context import Context
 from topkapi.device import DeviceInfo
 from topkapi.dispatch import Kernel, Problem
-from topkapi.kernels.triton.e4m3 import decode
+from topkapi.kernels.triton.index_keys import load_keys
+from topkapi.kernels.triton.indexer_decode import _score_stream
 from topkapi.kernels.triton.target import (
     float32_precision,
     native_fp8,
@@ -36,54 +37,16 @@ TRITON_DTYPE = {
 }
 
 
-@triton.jit
-def _load_keys(
-    index_cache, slot, valid, page_size, page_bytes, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    FP8: tl.constexpr, NATIVE_FP8: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """Keys `[BLOCK_S, BLOCK_D]` of DTYPE and scales `[BLOCK_S]`, zero where not valid."""
-    dim = tl.arange(0, BLOCK_D)
-    mask = valid[:, None] & (dim < D)[None, :]
-    slot = tl.where(valid, slot, 0).to(tl.int64)
-    if FP8:
-        page = index_cache + (slot // page_size) * page_bytes
-        offset = slot % page_size
-        code = tl.load(page[:, None] + offset[:, None] * D + dim[None, :], mask=mask, other=0)
-        scale = tl.load(
-            (page + page_size * D + offset * 4).to(tl.pointer_type(tl.float32)),
-            mask=valid,
-            other=0.0,
-        )
-        if tl.float8e4nv == DTYPE:
-            key = code.to(tl.float8e4nv, bitcast=True)
-        else:
-            key = decode(code, NATIVE_FP8).to(DTYPE)
-    else:
-        key = tl.load(index_cache + slot[:, None] * D + dim[None, :], mask=mask, other=0.0)
-        key = key.to(DTYPE)
-        scale = tl.full([slot.shape[0]], 1.0, tl.float32)
-    return key, scale
-
-
 @triton.jit(
-    do_not_specialize=[
-        "num_rows",
-        "width",
-        "out_stride",
-        "table_stride",
-        "page_size",
-        "page_bytes",
-        "num_tiles",
-        "first_row",
-    ]
+    do_not_specialize=["num_rows", "width", "out_stride", "table_stride", "num_tiles", "first_row"]
 )
 def _score(
     q, weights, index_cache, lengths, request_of_row, cu_seqlens_q, table, table_rows, starts, out,
-    first_row, num_rows, width, out_stride, table_stride, page_size, page_bytes, num_tiles,
+    first_row, num_rows, width, out_stride, table_stride, num_tiles,
     HEADS: tl.constexpr, D: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr, PAGED: tl.constexpr,
-    FP8: tl.constexpr, NATIVE_FP8: tl.constexpr, FILL: tl.constexpr, PRECISION: tl.constexpr,
-    DTYPE: tl.constexpr, STAGES: tl.constexpr,
+    FP8: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr, NATIVE_FP8: tl.constexpr,
+    FILL: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     position = (program % num_tiles) * BLOCK_S + tl.arange(0, BLOCK_S)
@@ -116,9 +79,9 @@ def _score(
             page_row = table + tl.load(table_rows + request).to(tl.int64) * table_stride
             slot = tl.load(page_row + position, mask=visible, other=-1)
         else:
-            slot = tl.load(starts + request).to(tl.int64) + position
-        key, scale = _load_keys(
-            index_cache, slot, visible, page_size, page_bytes, D, BLOCK_D, FP8, NATIVE_FP8, DTYPE
+            slot = tl.load(starts + request).to(tl.int32) + position
+        key, scale = load_keys(
+            index_cache, slot, visible, PAGE_SIZE, PAGE_BYTES, D, BLOCK_D, FP8, NATIVE_FP8, DTYPE
         )
         for first in tl.range(row, stop, GROUP, num_stages=STAGES):
             of = first + column // BLOCK_HEADS
@@ -148,25 +111,38 @@ def _score(
 
 @dataclass(frozen=True)
 class Tile:
-    """How scoring is cut: positions, rows a program, rows a product, warps, pipeline stages."""
+    """How scoring is cut: positions, rows a program, rows a product, warps, pipeline stages.
+
+    `stream` takes the kernel of `indexer_decode`, in which the keys pass and the rows stay.
+    """
 
     positions: int
     rows: int
     group: int
     warps: int
     stages: int
+    stream: bool = False
 
 
-def choose_tile(device: DeviceInfo, heads: int, itemsize: int, max_rows_per_request: int) -> Tile:
-    """The launch configuration; `max_rows_per_request` tells prefill from decode."""
+def choose_tile(
+    device: DeviceInfo, heads: int, itemsize: int, dequantise: bool, max_rows_per_request: int
+) -> Tile:
+    """The launch configuration. `max_rows_per_request` tells prefill from decode; `itemsize` is of
+    the products' operands; `dequantise` says that keys are converted before them.
+    """
     padded = triton.next_power_of_2(heads)
+    large = device.shared_memory >= 160 * 1024
     if max_rows_per_request >= 32:
         group = max(1, 64 // padded)
-        if device.shared_memory >= 160 * 1024 and itemsize <= 2:
-            return Tile(256, 128, group, 8, 3)
+        if large and itemsize == 1:
+            return Tile(128, 128, 2 * group, 4, 3)
+        if large and itemsize == 2:
+            return Tile(128, 128, group, 4, 2)
         return Tile(64 if itemsize == 4 else 128, 64, group, 4, 2)
-    rows = triton.next_power_of_2(max(1, max_rows_per_request))
-    return Tile(64 if itemsize == 4 else 128, rows, min(rows, max(1, 64 // padded)), 4, 2)
+    group = min(triton.next_power_of_2(max(1, max_rows_per_request)), max(1, 64 // padded))
+    # Converting in the loop undoes the pipeline's gain: several programs an SM hide more.
+    stages = 1 if dequantise else 3 if large else 2
+    return Tile(64, group, group, 4, stages, stream=True)
 
 
 def launch_scores(
@@ -196,25 +172,44 @@ def launch_scores(
         compute = torch.float16
     elif not fp8 and index_cache.dtype != q.dtype:
         compute = torch.float32
-    tile = tile or choose_tile(device, heads, compute.itemsize, context.max_seq_len_q)
+    dequantise = fp8 and compute.itemsize > 1
+    tile = tile or choose_tile(device, heads, compute.itemsize, dequantise, context.max_seq_len_q)
     page_size = index_cache.shape[1] // (index_dim + 4) if fp8 else 1
     num_tiles = triton.cdiv(width, tile.positions)
     unused = context.request_of_row
     table = unused if context.table is None else context.table
-    _score[(num_tiles * triton.cdiv(rows, tile.rows),)](
+    arguments = (
         q, weights, index_cache, context.lengths, context.request_of_row, context.cu_seqlens_q,
         table, unused if context.table_rows is None else context.table_rows,
         unused if context.starts is None else context.starts, out,
-        first_row, first_row + rows, width, out.stride(0), table.stride(0), page_size,
-        index_cache.stride(0), num_tiles,
-        HEADS=heads, D=index_dim,
-        BLOCK_HEADS=max(triton.next_power_of_2(heads), 16 // tile.group),
-        BLOCK_D=max(32 if compute.itemsize == 1 else 16, triton.next_power_of_2(index_dim)),
-        BLOCK_S=tile.positions, BLOCK_R=tile.rows, GROUP=tile.group,
-        PAGED=context.table is not None, FP8=fp8, NATIVE_FP8=native_fp8(device), FILL=fill,
-        PRECISION=float32_precision(device), DTYPE=TRITON_DTYPE[compute], STAGES=tile.stages,
-        num_warps=tile.warps, num_stages=tile.stages,
+        first_row, first_row + rows, width, out.stride(0), table.stride(0),
     )  # fmt: skip
+    sizes = {
+        "HEADS": heads,
+        "D": index_dim,
+        "BLOCK_HEADS": max(triton.next_power_of_2(heads), 16 // tile.group),
+        "BLOCK_D": max(32 if compute.itemsize == 1 else 16, triton.next_power_of_2(index_dim)),
+        "BLOCK_S": tile.positions,
+        "GROUP": tile.group,
+        "PAGED": context.table is not None,
+        "FP8": fp8,
+        "PAGE_SIZE": page_size,
+        "PAGE_BYTES": index_cache.stride(0),
+        "NATIVE_FP8": native_fp8(device),
+        "FILL": fill,
+        "PRECISION": float32_precision(device),
+        "DTYPE": TRITON_DTYPE[compute],
+        "STAGES": tile.stages,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }
+    groups = triton.cdiv(rows, tile.rows)
+    if tile.stream:
+        spans = max(1, min(num_tiles, 4 * device.num_sms // groups))
+        span = triton.cdiv(num_tiles, spans) * tile.positions
+        _score_stream[(groups * spans,)](*arguments, spans, span, **sizes)
+    else:
+        _score[(groups * num_tiles,)](*arguments, num_tiles, **sizes, BLOCK_R=tile.rows)
 
 
 def indexer_logits(

@@ -36,7 +36,7 @@ def _bf16_bits(value):
     return tl.where(value == value, rounded, sign | 0x7FC0).to(tl.uint16)
 
 
-@triton.jit(do_not_specialize=["latent_stride", "rope_stride", "num_slots"])
+@triton.jit(do_not_specialize=["latent_stride", "rope_stride"])
 def _write_latent(
     kv_cache, slots, latent, rope, latent_stride, rope_stride,
     L: tl.constexpr, P: tl.constexpr, W: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
@@ -65,12 +65,16 @@ def _write_latent(
         scales = (record + L).to(tl.pointer_type(tl.int32))
         tl.store(scales + group, bits, mask=group * SPAN < L)
         turned_at = (record + L + 4 * ((L + GROUP - 1) // GROUP)).to(tl.pointer_type(tl.uint16))
-        tl.store(turned_at + rope_dim, _bf16_bits(turned.to(tl.float32)), mask=rope_dim < P)
+        if rope.dtype.element_ty == tl.bfloat16:
+            turned_bits = turned.to(tl.uint16, bitcast=True)
+        else:
+            turned_bits = _bf16_bits(turned.to(tl.float32))
+        tl.store(turned_at + rope_dim, turned_bits, mask=rope_dim < P)
 
 
-@triton.jit(do_not_specialize=["keys_stride", "page_size", "page_bytes"])
+@triton.jit(do_not_specialize=["keys_stride"])
 def _write_index_key(
-    index_cache, slots, keys, keys_stride, page_size, page_bytes,
+    index_cache, slots, keys, keys_stride, PAGE_SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -84,10 +88,10 @@ def _write_index_key(
         bits = amax.to(tl.int32, bitcast=True)
         raised = ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
         scale = (((bits >> 23) - 8 + raised) << 23).to(tl.float32, bitcast=True)
-        page = index_cache + (slot // page_size) * page_bytes
-        offset = slot % page_size
+        page = index_cache + (slot // PAGE_SIZE) * PAGE_BYTES
+        offset = slot % PAGE_SIZE
         tl.store(page + offset * D + dim, encode(value / scale), mask=dim < D)
-        tl.store((page + page_size * D + offset * 4).to(tl.pointer_type(tl.float32)), scale)
+        tl.store((page + PAGE_SIZE * D + offset * 4).to(tl.pointer_type(tl.float32)), scale)
     else:
         tl.store(index_cache + slot * D + dim, value.to(index_cache.dtype.element_ty), mask=dim < D)
 
@@ -153,8 +157,9 @@ def write_index_key(index_cache: torch.Tensor, slots: torch.Tensor, keys: torch.
     fp8 = index_cache.dtype == torch.uint8
     _write_index_key[(tokens,)](
         index_cache, slots.contiguous(), keys, keys.stride(0),
-        index_cache.shape[1] // (index_dim + 4) if fp8 else 1, index_cache.stride(0),
-        D=index_dim, BLOCK_D=triton.next_power_of_2(index_dim), FP8=fp8, num_warps=1,
+        PAGE_SIZE=index_cache.shape[1] // (index_dim + 4) if fp8 else 1,
+        PAGE_BYTES=index_cache.stride(0), D=index_dim,
+        BLOCK_D=triton.next_power_of_2(index_dim), FP8=fp8, num_warps=1,
     )  # fmt: skip
 
 

@@ -84,16 +84,8 @@ def _load_rope(
 
 
 @triton.jit
-def _soften(
-    score, valid, best, total, scale, cap, HAS_CAP: tl.constexpr, SWAP: tl.constexpr,
-    DTYPE: tl.constexpr,
-):  # fmt: skip
-    """One step of the online softmax: weights of this tile, and what the earlier ones shrink by.
-
-    `score` is `[BLOCK_H, BLOCK_N]`, or under SWAP its transpose.
-    """
-    TOKENS: tl.constexpr = 0 if SWAP else 1
-    HEADS: tl.constexpr = 1 - TOKENS
+def _soften(score, valid, best, total, scale, cap, HAS_CAP: tl.constexpr, DTYPE: tl.constexpr):
+    """One step of the online softmax: weights of this tile, and what the earlier ones shrink by."""
     if HAS_CAP:
         # cap * tanh(x) = cap - 2 * cap / (exp(2 * x) + 1)
         grown = tl.exp2(score * (2.0 * LOG2E * scale / cap)) + 1.0
@@ -101,12 +93,12 @@ def _soften(
         rate = LOG2E
     else:
         rate = scale * LOG2E
-    score = tl.where(tl.expand_dims(valid, HEADS), score, float("-inf"))
-    new_best = tl.maximum(best, tl.max(score, axis=TOKENS) * rate)
+    score = tl.where(valid[None, :], score, float("-inf"))  # [BLOCK_H, BLOCK_N]
+    new_best = tl.maximum(best, tl.max(score, axis=1) * rate)
     # One fused multiply-add: the exponent is rounded once, after the difference.
-    weight = tl.exp2(score * rate - tl.expand_dims(new_best, TOKENS))
+    weight = tl.exp2(score * rate - new_best[:, None])
     shrink = tl.exp2(best - new_best)
-    return weight.to(DTYPE), shrink, new_best, total * shrink + tl.sum(weight, axis=TOKENS)
+    return weight.to(DTYPE), shrink, new_best, total * shrink + tl.sum(weight, axis=1)
 
 
 @triton.jit(do_not_specialize=["K", "slots_stride", "rows_stride", "splits"])
@@ -116,8 +108,7 @@ def _attend(
     GROUP: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_SCAN: tl.constexpr, SPLIT: tl.constexpr, HAS_SINKS: tl.constexpr,
     HAS_CAP: tl.constexpr, NATIVE_FP8: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
-    STAGES: tl.constexpr, APART: tl.constexpr,
-    SWAP: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     HEAD_BLOCKS: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     program = tl.program_id(0)
@@ -153,7 +144,7 @@ def _attend(
 
     best = tl.full([BLOCK_H], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
-    acc = tl.zeros([BLOCK_L, BLOCK_H] if SWAP else [BLOCK_H, BLOCK_L], tl.float32)
+    acc = tl.zeros([BLOCK_H, BLOCK_L], tl.float32)
     for first in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         place = first + tl.arange(0, BLOCK_N)
         slot = tl.load(slots + place, mask=place < end, other=-1)
@@ -162,38 +153,13 @@ def _attend(
         latent = _load_latent(kv, slot, valid, L, W, BLOCK_L, BLOCK_N, GROUP, NATIVE_FP8, DTYPE)
         if P > 0:
             rope = _load_rope(kv, slot, valid, P, W, BLOCK_P, ROPE_OFFSET, GROUP, DTYPE)
-        if SWAP:
-            score = tl.dot(latent, tl.trans(q_latent), input_precision=PRECISION)
-            if P > 0:
-                score = tl.dot(rope, tl.trans(q_rope), score, input_precision=PRECISION)
-            weight, shrink, best, total = _soften(
-                score, valid, best, total, scale, cap, HAS_CAP, SWAP, DTYPE
-            )
-            acc = acc * shrink[None, :]
-            acc = tl.dot(tl.trans(latent), weight, acc, input_precision=PRECISION)
-        else:
-            score = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
-            if P > 0:
-                if APART:
-                    if rows_stride > 0:
-                        score = tl.dot(q_rope, tl.trans(rope), score, input_precision=PRECISION)
-                else:
-                    score = tl.dot(q_rope, tl.trans(rope), score, input_precision=PRECISION)
-            if APART:
-                weight = tl.zeros([BLOCK_H, BLOCK_N], DTYPE)
-                shrink = tl.zeros([BLOCK_H], tl.float32)
-                if K > 0:
-                    score = tl.dot(q_latent, tl.trans(latent), score, input_precision=PRECISION)
-                    weight, shrink, best, total = _soften(
-                        score, valid, best, total, scale, cap, HAS_CAP, SWAP, DTYPE
-                    )
-            else:
-                score = tl.dot(q_latent, tl.trans(latent), score, input_precision=PRECISION)
-                weight, shrink, best, total = _soften(
-                    score, valid, best, total, scale, cap, HAS_CAP, SWAP, DTYPE
-                )
-            acc = acc * shrink[:, None]
-            acc = tl.dot(weight, latent, acc, input_precision=PRECISION)
+        score = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
+        if P > 0:
+            score = tl.dot(q_rope, tl.trans(rope), score, input_precision=PRECISION)
+        score = tl.dot(q_latent, tl.trans(latent), score, input_precision=PRECISION)
+        weight, shrink, best, total = _soften(score, valid, best, total, scale, cap, HAS_CAP, DTYPE)
+        acc = acc * shrink[:, None]
+        acc = tl.dot(weight, latent, acc, input_precision=PRECISION)
 
     seen = total != 0.0
     lse2 = tl.where(seen, best + tl.log2(total), float("-inf"))
@@ -204,14 +170,9 @@ def _attend(
             denominator += tl.exp2(sink * LOG2E - best)
     inverse = tl.where(seen, 1.0 / denominator, 0.0)
     place = split.to(tl.int64) * rows_stride + row * H + head
-    element: tl.constexpr = out.dtype.element_ty
-    if SWAP:
-        pointers = out + place[None, :] * L + dim[:, None]
-        stored = (head < H)[None, :] & (dim < L)[:, None]
-        tl.store(pointers, (acc * inverse[None, :]).to(element), mask=stored)
-    else:
-        pointers = out + place[:, None] * L + dim[None, :]
-        tl.store(pointers, (acc * inverse[:, None]).to(element), mask=in_heads & (dim < L)[None, :])
+    pointers = out + place[:, None] * L + dim[None, :]
+    result = (acc * inverse[:, None]).to(out.dtype.element_ty)
+    tl.store(pointers, result, mask=in_heads & (dim < L)[None, :])
     tl.store(lse + place, lse2 * (1.0 if SPLIT else LN2), mask=head < H)
 
 
@@ -248,10 +209,7 @@ def _combine(
 class Tile:
     """How the work is cut: heads and tokens a tile, warps, pipeline stages, programs an SM holds.
 
-    `swap` puts tokens in the rows of the score tile and heads in its columns. `wide` takes the
-    Gluon kernel of `wide_mla`. `apart` keeps the two score products out of the loop's straight
-    line: Triton then spreads a score tile over both warp groups, instead of computing it in each
-    of them (see docs/kernels).
+    `sm90` takes the Gluon kernels of `sparse_mla_sm90`.
     """
 
     heads: int
@@ -259,22 +217,25 @@ class Tile:
     warps: int
     stages: int
     per_sm: int = 1
-    apart: bool = False
-    swap: bool = False
-    wide: bool = False
+    sm90: bool = False
 
 
 def choose_tile(
-    device: DeviceInfo, heads: int, latent: int, rope: int, itemsize: int, quantised: bool
+    device: DeviceInfo, heads: int, latent: int, rope: int, itemsize: int, aligned: bool = True
 ) -> Tile:
-    """The launch configuration for `heads` heads over records of `latent` and `rope` dims."""
+    """The launch configuration for `heads` heads over records of `latent` and `rope` dims.
+
+    `aligned` says that records start at multiples of 16 bytes.
+    """
     block_heads = min(64, max(16, triton.next_power_of_2(heads)))
     hopper = device.backend == "cuda" and int(device.arch) in (90, 100)
     if hopper and itemsize == 2:
-        if block_heads == 64 and (latent, rope, quantised, device.arch) == (512, 64, False, 90):
-            return Tile(64, 64, 8, 2, wide=True)
+        if aligned and (latent, rope, device.arch) == (512, 64, 90):
+            return Tile(block_heads, 64, 8 if block_heads == 64 else 4, 2, sm90=True)
         if block_heads == 64:
-            return Tile(64, 32, 8, 5, apart=True)
+            row = 2 * (triton.next_power_of_2(latent) + triton.next_power_of_2(max(rope, 1)))
+            fits = (64 + 2 * 64) * row <= device.shared_memory
+            return Tile(64, 64 if fits else 32, 8, 2)
         return Tile(block_heads, 32, 4, 5, per_sm=2)
     if itemsize == 4:
         return Tile(16, 16, 8, 1)
@@ -299,7 +260,7 @@ def choose_splits(
     """How many programs share one row's slots: enough to fill the device, within the budget."""
     programs = rows * -(-heads // tile.heads)
     wanted = max(1, device.num_sms * tile.per_sm // max(programs, 1))
-    useful = max(1, selected // (4 * tile.tokens))
+    useful = max(1, selected // (2 * tile.tokens))
     affordable = max(1, budget // max(rows * row_bytes, 1))
     return min(wanted, useful, affordable, 64)
 
@@ -337,9 +298,8 @@ def sparse_mla(
     device = target_of(q)
     block_l = max(16, triton.next_power_of_2(v_dim))
     block_p = max(16, triton.next_power_of_2(rope_dim)) if rope_dim else 16
-    tile = tile or choose_tile(
-        device, heads, v_dim, rope_dim, compute.itemsize, mixed or layout is LATENT_FP8
-    )
+    aligned = kv_cache.stride(0) * kv_cache.itemsize % 16 == 0 and kv_cache.data_ptr() % 16 == 0
+    tile = tile or choose_tile(device, heads, v_dim, rope_dim, compute.itemsize, aligned)
     if splits is None:
         splits = choose_splits(
             device, tile, rows, heads, slots.shape[1], 4 * heads * (v_dim + 1), budget_bytes
@@ -358,27 +318,25 @@ def sparse_mla(
     )  # fmt: skip
     sizes = {
         "H": heads,
-        "L": v_dim,
-        "P": rope_dim,
         "W": kv_cache.stride(0),
         "BLOCK_H": tile.heads,
         "BLOCK_N": tile.tokens,
-        "BLOCK_SCAN": min(2048, max(32, triton.next_power_of_2(slots.shape[1]))),
+        "BLOCK_SCAN": min(2048, max(256, triton.next_power_of_2(slots.shape[1]))),
         "SPLIT": splits > 1,
         "HAS_SINKS": sinks is not None,
         "HAS_CAP": logit_cap > 0,
         "num_warps": tile.warps,
     }
-    if tile.wide:
-        from topkapi.kernels.triton import wide_mla
+    if tile.sm90:
+        from topkapi.kernels.triton import sparse_mla_sm90 as sm90
 
-        sizes["BLOCK_SCAN"] = max(256, sizes["BLOCK_SCAN"])
-        wide_mla._attend_wide[grid](*arguments, **sizes)
+        kernel = sm90._attend_wide if tile.heads == 64 else sm90._attend_narrow
+        kernel[grid](*arguments, **sizes, FP8=layout is LATENT_FP8)
     else:
         _attend[grid](
-            *arguments, **sizes, ROPE_OFFSET=rope_offset, GROUP=layout.group, BLOCK_L=block_l,
-            BLOCK_P=block_p, NATIVE_FP8=native_fp8(device), PRECISION="ieee",
-            DTYPE=TRITON_DTYPE[compute], STAGES=tile.stages, APART=tile.apart, SWAP=tile.swap,
+            *arguments, **sizes, L=v_dim, P=rope_dim, ROPE_OFFSET=rope_offset, GROUP=layout.group,
+            BLOCK_L=block_l, BLOCK_P=block_p, NATIVE_FP8=native_fp8(device), PRECISION="ieee",
+            DTYPE=TRITON_DTYPE[compute], STAGES=tile.stages,
             num_stages=tile.stages,
         )  # fmt: skip
     if splits > 1:
