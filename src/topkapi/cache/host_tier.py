@@ -15,28 +15,19 @@ from topkapi.errors import CacheCorruptionError, ConfigError
 
 
 class HostTier:
-    """A fixed number of places for pages, in page-locked memory beside a GPU.
-
-    The pools have the same pages: what one page holds is its bytes in all of them (the layers of a
-    draft model may have a pool of their own).
+    """A fixed number of places for pages of one pool, in page-locked memory beside a GPU.
 
     Copies are queued on the current stream, where everything that reads or writes a page runs too:
     nothing synchronises, and nothing is read before it has been written.
     """
 
-    def __init__(self, pools: Sequence[NSATokenToKVPool], num_places: int) -> None:
-        """Allocates `num_places` pages at once. Raises `ConfigError` below one page or pool, and
-        for pools of different sizes.
-        """
-        if num_places < 1 or len({(pool.page_size, pool.num_pages) for pool in pools}) != 1:
-            raise ConfigError(
-                f"HostTier: expected at least one page, and pools of one size, got {num_places} "
-                f"pages and pools of {[pool.num_pages for pool in pools]} pages"
-            )
-        self._pools = tuple(pools)
-        self._device = pools[0].device
-        self._page_bytes = [view.shape[1] for view in self._views()]
-        pinned = self._device.type == "cuda"
+    def __init__(self, pool: NSATokenToKVPool, num_places: int) -> None:
+        """Allocates `num_places` pages at once. Raises `ConfigError` below one."""
+        if num_places < 1:
+            raise ConfigError(f"HostTier: expected at least one page, got {num_places}")
+        self._pool = pool
+        self._page_bytes = [view.shape[1] for view in pool.page_views()]
+        pinned = pool.device.type == "cuda"
         shape = (num_places, sum(self._page_bytes))
         self._bytes = torch.empty(shape, dtype=torch.uint8, pin_memory=pinned)
         self._free = list(range(num_places - 1, -1, -1))
@@ -68,7 +59,7 @@ class HostTier:
     @torch.inference_mode()
     def offload(self, pages: Sequence[int], places: Sequence[int]) -> None:
         """Copy device pages out. The pages may be overwritten by whatever is queued afterwards."""
-        views = self._views()
+        views = self._pool.page_views()
         for page, place in zip(pages, places, strict=True):
             record = torch.cat([view[page] for view in views])
             self._bytes[place].copy_(record, non_blocking=True)
@@ -76,12 +67,9 @@ class HostTier:
     @torch.inference_mode()
     def restore(self, places: Sequence[int], pages: Sequence[int]) -> None:
         """Copy places back into device pages. The places may be freed at once."""
-        views = self._views()
+        views = self._pool.page_views()
         for place, page in zip(places, pages, strict=True):
-            record = self._bytes[place].to(self._device, non_blocking=True)
+            record = self._bytes[place].to(self._pool.device, non_blocking=True)
             parts = torch.split(record, self._page_bytes)
             for view, part in zip(views, parts, strict=True):
                 view[page].copy_(part)
-
-    def _views(self) -> list[torch.Tensor]:
-        return [view for pool in self._pools for view in pool.page_views()]

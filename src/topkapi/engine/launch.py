@@ -134,7 +134,7 @@ def _make_leases(
     if not options.enable_prefix_cache:
         return PageLeases(pages)
     places = pages.pages_for(options.host_cache_tokens)
-    host = HostTier([pool], places) if places else None
+    host = HostTier(pool, places) if places else None
     return PageLeases(pages, PrefixTree(options.page_size, host))
 
 
