@@ -354,6 +354,7 @@ def test_real_processes_answer_alike_and_do_not_outlive_who_started_them(
 
     process = fork(front, {})
     far.close()
+    assert near.poll(300), "the ranks do not start"
     pids, got = near.recv()
     assert got == answers(one)
     assert all(exists(pid) for pid in pids)

@@ -170,7 +170,7 @@ def run_rank(lifeline: Connection, calls: Connection | None, port: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     spec: RankSpec = lifeline.recv()
     threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
-    store = connect_store(port, spec.parallel.timeout)
+    store = connect_store(port)
     with _ProcessEnd(), FailureReport(rank_store(store), int(os.environ["RANK"])):
         group = RankGroup(spec.device, spec.parallel.timeout, store)
         engine = rank_engine(spec, group)

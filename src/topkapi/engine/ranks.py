@@ -21,7 +21,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+from torch.distributed.distributed_c10d import (
+    PrefixStore,
+    Store,
+    _get_default_store,
+    _set_pg_timeout,
+)
 
 from topkapi import errors
 from topkapi.device import resolve_device
@@ -34,6 +39,8 @@ _FIRST = 1024
 _HEADER = 3
 # An idle rank waits for its next plan this long; when rank 0 dies, it hears of that at once.
 _IDLE = timedelta(days=3650)
+# Seconds that ranks may take to start, at least: a first import from a slow disk takes minutes.
+_MEETING = 600.0
 _FAILURE = "failure"
 
 Kind = Literal["stop", "step", "logits"]
@@ -109,9 +116,10 @@ def rank_store(store: Store) -> Store:
     return PrefixStore("topkapi", store)
 
 
-def connect_store(port: int, timeout: float) -> Store:
-    """The store of `make_store` in another process of this machine; waits `timeout` seconds."""
-    store: Store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout))
+def connect_store(port: int) -> Store:
+    """The store of `make_store` in another process of this machine."""
+    meeting = timedelta(seconds=_MEETING)
+    store: Store = TCPStore("127.0.0.1", port, is_master=False, timeout=meeting)
     return store
 
 
@@ -147,7 +155,7 @@ class RankGroup:
                 store=store,
                 rank=self.rank,
                 world_size=self.size,
-                timeout=timedelta(seconds=timeout),
+                timeout=timedelta(seconds=max(timeout, _MEETING)),
                 device_id=self.device if cuda else None,
             )
         elif dist.get_world_size() != self.size:
@@ -158,6 +166,9 @@ class RankGroup:
         self.store = rank_store(shared)
         self._control = dist.new_group(backend="gloo", timeout=_IDLE)
         self.mesh: DeviceMesh = make_mesh(self.device, self.size)
+        if self._owns:
+            # All have met: from now on nobody starts, and waits are for what others compute.
+            _set_pg_timeout(timedelta(seconds=timeout))
 
     def send(self, message: Message) -> None:
         """Rank 0 alone: tell all others what comes next."""
@@ -193,8 +204,8 @@ class RankGroup:
 
     def compare(self, checksum: torch.Tensor) -> None:
         """Raise `SelectionMismatchError` on every rank unless all have the same `[]` int64."""
-        found = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(found, checksum.reshape(1).cpu(), group=self._control)
+        found = [torch.empty_like(checksum.reshape(1)) for _ in range(self.size)]
+        dist.all_gather(found, checksum.reshape(1))
         values = torch.cat(found).tolist()
         odd = [rank for rank, value in enumerate(values) if value != values[0]]
         if odd:
