@@ -34,7 +34,8 @@ demo: $(STAMP)
 	@$(BIN)/python -m topkapi.demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n $(TEST_JOBS) $(ARGS)
+	# One thread a worker: the workers share the cores already.
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_JOBS) $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -12,6 +12,7 @@ import time
 
 from rich.console import Console
 from rich.table import Table
+from transformers.utils import logging
 
 from topkapi.demo.documents import Question, RecallDocument, is_right, make_document
 from topkapi.engine.llm import LLM
@@ -25,6 +26,7 @@ def main() -> None:
     arguments = _arguments()
     console = Console()
     seed = random.SystemRandom().randrange(10**6) if arguments.seed is None else arguments.seed
+    logging.disable_progress_bar()
     with console.status("loading the demo model"):
         llm = LLM("demo", device=arguments.device)
     document = make_document(
@@ -81,10 +83,12 @@ def _ask(console: Console, llm: LLM, document: RecallDocument, question: Questio
     mark = "[green]right[/]" if right else f"[red]wrong, it is {question.answer}[/]"
     console.print(f"[bold]{question.text}[/]", highlight=False)
     console.print(f"  {output.text.strip()}  {mark}", highlight=False)
+    computed = seen - output.num_cached_tokens
     console.print(
-        f"  [dim]fact at {question.depth:.0%} of the document; each query attended to "
-        f"{min(llm.config.index_topk, seen)} of up to {seen:,} tokens; {seen / seconds:,.0f} "
-        f"tokens/s read and written, {seconds:.1f} s[/]",
+        f"  [dim]fact at {question.depth:.0%} of the document; each query attended to at most "
+        f"{min(llm.config.index_topk, seen)} of {seen:,} tokens\n"
+        f"  {output.num_cached_tokens:,} tokens from the prefix cache, {computed:,} computed in "
+        f"{seconds:.1f} s ({computed / seconds:,.0f} tokens/s)[/]",
         highlight=False,
     )
     return right
