@@ -8,6 +8,7 @@ import torch
 from topkapi.device import DeviceInfo, device_info, resolve_device
 from topkapi.dispatch import Kernel, Op, Problem, Verdict
 from topkapi.errors import ConfigError, KernelRefusedError
+from topkapi.ops.registry import explain
 
 PROBLEM = Problem("add", DeviceInfo("cuda", arch=80), torch.float32, topk=7)
 
@@ -50,6 +51,25 @@ def test_every_reason_is_given_when_all_refuse() -> None:
         Verdict("hopper", "needs sm90, this is cpu"),
         Verdict("small", "takes k up to 8, got 9"),
     ]
+
+
+def test_heads_that_only_fill_a_tile_are_counted() -> None:
+    def in_blocks(problem: Problem) -> int:
+        return -(-problem.num_heads // 64) * 64
+
+    kernel = Kernel("wide", "add", lambda problem: None, print, heads_computed=in_blocks)
+    wide = Op("add", (kernel,))
+    for heads, padded in ((8, 56), (64, 0), (65, 63), (128, 0)):
+        problem = Problem("add", DeviceInfo("cpu"), torch.float32, num_heads=heads)
+        assert wide.explain(problem) == [Verdict("wide", None, padded)]
+
+
+@pytest.mark.parametrize(("heads", "padded"), [(1, 15), (8, 8), (16, 0), (24, 8), (128, 0)])
+def test_sparse_mla_computes_sixteen_heads_or_more(heads: int, padded: int) -> None:
+    hopper = DeviceInfo("cuda", 90, "H200", num_sms=132, shared_memory=232448, has_triton=True)
+    verdicts = {item.kernel: item for item in explain(hopper, heads=heads)["sparse_mla"]}
+    assert verdicts["triton"] == Verdict("triton", None, padded)
+    assert verdicts["torch"] == Verdict("torch", None, 0)
 
 
 def test_devices() -> None:

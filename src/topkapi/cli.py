@@ -166,12 +166,13 @@ def chat(
 def doctor(
     device: Device = "auto",
     cache_format: Annotated[str, typer.Option(help="bf16, fp16, fp32 or fp8.")] = "bf16",
+    heads: Annotated[int, typer.Option(min=1, help="Attention heads of one device.")] = 128,
     as_json: AsJson = False,
 ) -> None:
     """What this machine can run: versions, the device, and every kernel or why it refuses."""
     from topkapi.doctor import examine
 
-    report = examine(device, cache_format)
+    report = examine(device, cache_format, heads)
     if as_json:
         typer.echo(json.dumps(report.to_json(), indent=2))
     else:
@@ -282,6 +283,8 @@ def _print_report(report: DoctorReport) -> None:
     for op, verdicts in report.kernels.items():
         for place, verdict in enumerate(verdicts):
             reason = "yes" if verdict.reason is None else f"no: {verdict.reason}"
+            if verdict.padded_heads:
+                reason += f", {verdict.padded_heads} heads computed beside the {report.heads}"
             table.add_row("" if place else op, verdict.kernel, reason)
     console.print(table)
 

@@ -46,7 +46,8 @@ class Kernel:
 
     `refuse(problem)` returns a reason, or None when the problem is taken. `launch` has the
     signature of the operation's reference, minus `kernel`. `prepare`, where present, makes
-    per-step state that the step's metadata owns.
+    per-step state that the step's metadata owns. `heads_computed(problem)`, where present, is how
+    many heads a launch computes, those that only fill up its tiles included.
     """
 
     name: str
@@ -54,14 +55,24 @@ class Kernel:
     refuse: Callable[[Problem], str | None]
     launch: Callable[..., Any]
     prepare: Callable[..., Any] | None = None
+    heads_computed: Callable[[Problem], int] | None = None
+
+    def padded_heads(self, problem: Problem) -> int:
+        """Heads that a launch computes and throws away."""
+        if self.heads_computed is None:
+            return 0
+        return self.heads_computed(problem) - problem.num_heads
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One line of `explain`: a kernel, and the reason it refuses (None when usable)."""
+    """One line of `explain`: a kernel, the reason it refuses (None when usable), and the heads it
+    would compute for nothing.
+    """
 
     kernel: str
     reason: str | None
+    padded_heads: int = 0
 
 
 @dataclass(frozen=True)
@@ -91,4 +102,9 @@ class Op:
 
     def explain(self, problem: Problem) -> list[Verdict]:
         """Every kernel with its reason to refuse `problem`, in order of preference."""
-        return [Verdict(kernel.name, kernel.refuse(problem)) for kernel in self.kernels]
+        return [self._verdict(kernel, problem) for kernel in self.kernels]
+
+    @staticmethod
+    def _verdict(kernel: Kernel, problem: Problem) -> Verdict:
+        reason = kernel.refuse(problem)
+        return Verdict(kernel.name, reason, kernel.padded_heads(problem) if reason is None else 0)

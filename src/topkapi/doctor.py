@@ -37,6 +37,7 @@ class DoctorReport:
     memory_bytes: int | None
     dtype: str
     cache_format: str
+    heads: int
     kernels: dict[str, list[Verdict]]
 
     def to_json(self) -> dict[str, Any]:
@@ -44,7 +45,7 @@ class DoctorReport:
         return asdict(self)
 
 
-def examine(device: str = "auto", cache_format: str = "bf16") -> DoctorReport:
+def examine(device: str = "auto", cache_format: str = "bf16", heads: int = 128) -> DoctorReport:
     """Look at this machine. Raises `ConfigError` for a device or a format that does not exist."""
     if cache_format not in _DTYPES:
         raise ConfigError(
@@ -61,7 +62,8 @@ def examine(device: str = "auto", cache_format: str = "bf16") -> DoctorReport:
         memory_bytes=memory,
         dtype=str(dtype).removeprefix("torch."),
         cache_format=cache_format,
-        kernels=explain(info, dtype, cache_format),
+        heads=heads,
+        kernels=explain(info, dtype, cache_format, heads),
     )
 
 

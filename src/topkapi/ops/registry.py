@@ -39,9 +39,15 @@ def problem_for(op: str, like: torch.Tensor, **facts: object) -> Problem:
 
 
 def explain(
-    device: DeviceInfo, dtype: torch.dtype = torch.bfloat16, cache_format: str = "bf16"
+    device: DeviceInfo,
+    dtype: torch.dtype = torch.bfloat16,
+    cache_format: str = "bf16",
+    heads: int = 128,
 ) -> dict[str, list[Verdict]]:
-    """Every kernel of every operation with its reason to refuse DeepSeek-V3.2's sizes, or None."""
+    """Every kernel of every operation with its reason to refuse DeepSeek-V3.2's sizes, or None.
+
+    `heads` are the attention heads of one device: fewer than 128 where they are split.
+    """
     return {
         name: op.explain(
             Problem(
@@ -49,7 +55,7 @@ def explain(
                 device,
                 dtype,
                 cache_format=cache_format,
-                num_heads=128,
+                num_heads=heads,
                 latent_dim=512,
                 rope_dim=64,
                 index_dim=128,

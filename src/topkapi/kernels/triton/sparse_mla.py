@@ -359,4 +359,10 @@ def _refuse(problem: Problem) -> str | None:
     return None
 
 
-SPARSE_MLA = Kernel("triton", "sparse_mla", _refuse, sparse_mla)
+def _heads_computed(problem: Problem) -> int:
+    sizes = problem.num_heads, problem.latent_dim, problem.rope_dim
+    block = choose_tile(problem.device, *sizes, problem.dtype.itemsize).heads
+    return -(-problem.num_heads // block) * block
+
+
+SPARSE_MLA = Kernel("triton", "sparse_mla", _refuse, sparse_mla, heads_computed=_heads_computed)
