@@ -11,6 +11,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from engine.conftest import make_model, make_tokenizer
+from topkapi.attention import ForwardBatch, ForwardMode, NativeSparseAttnBackend
+from topkapi.cache import NSATokenToKVPool, ReqToTokenPool
+from topkapi.models.attention import DsaStep
+from topkapi.models.decoder import compute_logits, install, run_decoder
+from topkapi.models.loading import load_model
+from topkapi.models.mtp import load_mtp
 
 
 def branches(layer: Any) -> list[nn.Parameter]:
@@ -66,7 +72,7 @@ def split_experts(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def save_checkpoint(
-    path: Path, *, guesses: bool, vocab_size: int | None = None, influence: float = 0.35
+    path: Path, *, guesses: bool, vocab_size: int | None = None, influence: float = 0.08
 ) -> Path:
     """A tiny model whose layers add `influence` as much as they would, and its MTP layer.
 
@@ -90,3 +96,52 @@ def save_checkpoint(
     tensors |= mtp_tensors(model, seed=7, guesses=guesses)
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     return path
+
+
+class Oracle:
+    """The model and its MTP layer over whole texts, in caches of their own."""
+
+    def __init__(self, path: Path) -> None:
+        self._model = load_model(path, "fp32", "cpu")
+        self._config = install(self._model)
+        self._mtp = load_mtp(self._model, self._config)
+
+    def hidden(self, text: list[int]) -> torch.Tensor:
+        """`[T, hidden]`."""
+        return self._run(
+            text, lambda ids, positions, step: run_decoder(self._model, ids, positions, step)
+        )
+
+    def logprobs(self, text: list[int]) -> torch.Tensor:
+        """`[T, V]`: row t is of token t + 1."""
+        return compute_logits(self._model, self.hidden(text)).log_softmax(-1)
+
+    def draft_logits(self, text: list[int]) -> torch.Tensor:
+        """`[T - 1, V]`: row t is what the layer says of token t + 2."""
+        hidden = self.hidden(text)[:-1]
+        out = self._run(
+            text[1:], lambda ids, positions, step: self._mtp.run(ids, hidden, positions, step)
+        )
+        return self._mtp.logits(out)
+
+    def _run(self, text: list[int], forward: Any) -> torch.Tensor:
+        size = len(text)
+        rows = ReqToTokenPool(1, size)
+        rows.req_to_token[0] = torch.arange(8, 8 + size)
+        pool = NSATokenToKVPool(
+            self._config,
+            size // 8 + 3,
+            page_size=8,
+            kv_cache_dtype="fp32",
+            layers=range(self._config.num_hidden_layers + 1),
+        )
+        backend = NativeSparseAttnBackend(
+            self._config, req_to_token_pool=rows, token_to_kv_pool=pool
+        )
+        batch = ForwardBatch.from_lengths(ForwardMode.EXTEND, [size], [size], [0], rows, pool)
+        backend.init_forward_metadata(batch)
+        with torch.inference_mode():
+            result: torch.Tensor = forward(
+                torch.tensor(text), batch.positions, DsaStep(backend, batch)
+            )
+        return result

@@ -144,3 +144,91 @@ def ops_command(
     console.print(table)
     if out:
         write_lines(out, rows)
+
+
+@app.command("speculation")
+def speculation_command(
+    prompts: Annotated[int, typer.Option(min=2)] = 200,
+    steps: Annotated[str, typer.Option(help="Numbers of drafts; auto is one.")] = "0,1,2,3,4,auto",
+    batches: Annotated[str, typer.Option(help="Requests that run at once.")] = "1,8",
+    context: Annotated[int, typer.Option(min=400, help="Tokens of a document.")] = 512,
+    max_tokens: Annotated[int, typer.Option(min=2)] = 48,
+    seed: Annotated[int, typer.Option()] = 1,
+    device: Annotated[str, typer.Option()] = "auto",
+    out: OutOption = None,
+) -> None:
+    """Acceptance and speed-up of the demo model's drafts; tokens must not change."""
+    from topkapi.bench import speculation
+
+    rows: list[dict[str, Any]] = []
+    references: dict[str, list[list[int]]] = {}
+    for batch in batches.split(","):
+        for count in steps.split(","):
+            case = speculation.SpeculationCase(count if count == "auto" else int(count), int(batch))
+            rows += speculation.measure(
+                case,
+                prompts=prompts,
+                context=context,
+                max_tokens=max_tokens,
+                device=device,
+                seed=seed,
+                references=references,
+            )
+            print(f"{count} drafts in batches of {batch}: done", file=sys.stderr)
+    rows = speculation.with_speedups(rows)
+    table = Table(title="Greedy decoding with drafts, prompts cached before")
+    for name in ("prompts", "batch", "drafts", "accepted", "tokens/s", "speed-up", "same tokens"):
+        table.add_column(name, justify="left" if name == "prompts" else "right")
+    for row in rows:
+        length, speedup = row["acceptance_length"], row["speedup"]
+        table.add_row(
+            row["kind"],
+            str(row["batch"]),
+            str(row["steps"]),
+            "" if length is None else f"{length:.2f}",
+            f"{row['tokens_per_second']:.0f}",
+            "" if speedup is None else f"{speedup:.2f}",
+            f"{row['same_tokens']}/{row['prompts']}",
+        )
+    console.print(table)
+    if out:
+        facts = environment(resolve_device(device))
+        write_lines(out, [{**row, **facts} for row in rows])
+    if any(row["same_tokens"] < row["prompts"] for row in rows):
+        raise typer.Exit(1)
+
+
+@app.command("kv-formats")
+def kv_formats_command(
+    documents: Annotated[int, typer.Option(min=1)] = 100,
+    windows: Annotated[int, typer.Option(min=1, help="Stretches of text for perplexity.")] = 8,
+    context: Annotated[int, typer.Option(min=512, help="Tokens of each of them.")] = 2048,
+    seed: Annotated[int, typer.Option()] = 1,
+    device: Annotated[str, typer.Option()] = "auto",
+    out: OutOption = None,
+) -> None:
+    """Accuracy of every cache format on the demo model: attention, perplexity, recall."""
+    from topkapi.bench.kv_formats import FORMATS, measure
+
+    table = Table(title=f"Cache formats, the demo model, {context} tokens")
+    names = ("format", "bytes/token", "first layer", "last layer", "perplexity", "recall")
+    for name in names:
+        table.add_column(name, justify="left" if name == "format" else "right")
+    facts = environment(resolve_device(device))
+    rows = []
+    for row in measure(
+        FORMATS, device=device, windows=windows, documents=documents, context=context, seed=seed
+    ):
+        rows.append({"bench": "kv-formats", **row, **facts})
+        table.add_row(
+            row["format"],
+            str(row["bytes_per_token"]),
+            f"{row['first_layer_error']:.1e}",
+            f"{row['last_layer_error']:.1e}",
+            f"{row['perplexity']:.3f}",
+            f"{row['recall']:.3f}",
+        )
+        print(f"{row['format']}: done", file=sys.stderr)
+    console.print(table)
+    if out:
+        write_lines(out, rows)
