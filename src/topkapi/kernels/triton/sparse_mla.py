@@ -234,7 +234,7 @@ def choose_tile(
             return Tile(block_heads, 64, 8 if block_heads == 64 else 4, 2, sm90=True)
         if block_heads == 64:
             row = 2 * (triton.next_power_of_2(latent) + triton.next_power_of_2(max(rope, 1)))
-            fits = (64 + 2 * 64) * row <= device.shared_memory
+            fits = device.arch == 90 and (64 + 2 * 64) * row <= device.shared_memory
             return Tile(64, 64 if fits else 32, 8, 2)
         return Tile(block_heads, 32, 4, 5, per_sm=2)
     if itemsize == 4:
