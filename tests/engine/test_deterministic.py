@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -53,6 +54,16 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Products of a few rows take longer to hand out than to do."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", ["deepseek_v32_yarn", "glm_shared"])
 def test_bits_do_not_depend_on_the_cache_or_the_batch(name: str) -> None:
     alone = make(name, enable_prefix_cache=False, max_running_requests=1)
