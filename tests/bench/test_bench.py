@@ -1,0 +1,86 @@
+"""Do the measuring commands check before they time, and say what went wrong?"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from topkapi.bench import cpu, ops
+from topkapi.bench.cases import BenchCase
+from topkapi.bench.record import environment, quantiles, read_lines, write_lines
+from topkapi.dispatch import Kernel, Op
+from topkapi.errors import ConfigError
+
+CPU = torch.device("cpu")
+SMALL = (
+    BenchCase("select", rows=3, context=300, index_heads=4, index_dim=32, k=16),
+    BenchCase("select", rows=1, context=200, index_heads=4, index_dim=32, k=16, cache="fp8"),
+    BenchCase("sparse_mla", rows=3, context=200, heads=2, latent=64, rope=32, k=16),
+    BenchCase("topk", rows=3, context=200, k=16),
+    BenchCase("indexer_logits", rows=3, context=200, index_heads=4, index_dim=32),
+    BenchCase("write_latent", rows=5, latent=64, rope=32, cache="fp8"),
+    BenchCase("write_index_key", rows=5, index_dim=32, cache="fp8"),
+    BenchCase("gather_latent", rows=5, context=200, latent=64, rope=32, cache="fp8"),
+)
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
+def test_a_right_kernel_is_timed(case: BenchCase) -> None:
+    rows = {row["kernel"]: row for row in ops.run([case], CPU, seconds=0.0)}
+    assert "refused" in rows["triton"]
+    assert rows["torch"]["seconds"]["p50"] > 0
+    assert rows["torch"]["bytes"] > 0
+
+
+def test_a_wrong_kernel_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(logits: torch.Tensor, lengths: torch.Tensor, k: int, **_: object) -> torch.Tensor:
+        return torch.zeros(logits.shape[0], k, dtype=torch.int32)
+
+    broken = Op("topk", (Kernel("broken", "topk", lambda problem: None, wrong),))
+    for module in (ops, __import__("topkapi.ops.indexer", fromlist=["OPS"])):
+        monkeypatch.setattr(module, "OPS", {"topk": broken})
+    (row,) = ops.run([SMALL[3]], CPU, seconds=0.0)
+    assert "entries differ" in row["wrong"]
+    assert "seconds" not in row
+
+
+def test_ratios_are_of_pairs() -> None:
+    def row(side: str, repeat: int, seconds: float) -> dict[str, object]:
+        figures = dict.fromkeys(cpu.FIGURES, seconds)
+        return {"side": side, "context": 512, "repeat": repeat, "tokens": [1, 2], **figures}
+
+    rows = [row("topkapi", 0, 1.0), row("transformers-sdpa", 0, 3.0)]
+    rows += [row("topkapi", 1, 4.0), row("transformers-sdpa", 1, 8.0)]
+    rows += [row("topkapi", 2, 2.0), row("transformers-sdpa", 2, 10.0)]
+    ours, theirs = cpu.summarise(rows)
+    assert ours["prefill_seconds"] == 2.0
+    assert theirs["prefill_seconds_ratio"] == 3.0  # of 3, 2 and 5
+    assert theirs["same_tokens"] is True
+    rows[1] = {"side": "transformers-sdpa", "context": 512, "failed": "out of memory"}
+    assert cpu.summarise(rows)[1]["failed"] == "out of memory"
+
+
+def test_a_side_that_dies_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = subprocess.CompletedProcess([], 1, "", "Traceback\nMemoryError: no room\n")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: answer)
+    assert cpu.run_side("topkapi", "x", 512, 3, "float32")["failed"] == "MemoryError: no room"
+
+
+def test_arguments_are_checked_before_any_work() -> None:
+    with pytest.raises(ConfigError, match="unknown side vllm"):
+        cpu.check_arguments(["topkapi", "vllm"], [512], 8192)
+    with pytest.raises(ConfigError, match=r"256\.\.8192, got \[16\]"):
+        cpu.check_arguments(["topkapi"], [16, 512], 8192)
+
+
+def test_results_are_kept_with_their_facts(tmp_path: Path) -> None:
+    facts = environment(CPU)
+    assert facts["torch"] == str(torch.__version__)
+    assert facts["threads"] == torch.get_num_threads()
+    path = tmp_path / "deep" / "rows.jsonl"
+    write_lines(path, [facts, {"a": 1}])
+    assert read_lines(path) == [facts, {"a": 1}]
+    assert quantiles([3.0, 1.0, 2.0, 5.0, 4.0]) == {"p20": 2.0, "p50": 3.0, "p80": 4.0}
