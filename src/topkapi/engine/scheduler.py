@@ -124,6 +124,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_looked_up = 0
         self.num_found = 0
+        self._refused: tuple[Request, int, int] | None = None
         self._rows = rows
 
     @property
@@ -226,15 +227,19 @@ class Scheduler:
     def _admit(self, budget: int, chunks: Sequence[Chunk]) -> Chunk | None:
         """The first chunk of the first waiting request, or None when it has to wait on."""
         request = self.waiting[0]
-        if len(self.running) >= self.limits.max_running_requests:
+        # Looking a long prompt up takes time: not again before something has changed.
+        state = request, len(self.running), self.leases.available
+        if len(self.running) >= self.limits.max_running_requests or state == self._refused:
             return None
         lease = self.leases.find(request.token_ids, request.num_skippable)
         cached = len(lease.nodes) * self.leases.page_size
         pages = self._pages_for(request.num_tokens)
-        if self._computed_now(request, cached, chunks) or not self.leases.fill(
-            lease, pages, spare=len(self.running)
-        ):
+        if self._computed_now(request, cached, chunks):
             self.leases.close(lease)
+            return None
+        if not self.leases.fill(lease, pages, spare=len(self.running)):
+            self.leases.close(lease)
+            self._refused = state
             return None
         del self.waiting[0]
         request.lease, request.num_computed = lease, cached
