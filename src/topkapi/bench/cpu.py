@@ -111,6 +111,8 @@ def plot(summary: Sequence[dict[str, Any]], path: Path) -> None:
         axis.set_yscale("log")
         axis.set_xticks(sorted({row["context"] for row in good}))
         axis.xaxis.set_major_formatter(lambda value, _: f"{value / 1024:g}k")
+        axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axis.yaxis.set_minor_formatter(lambda value, _: "")
         axis.set_xlabel("context, tokens")
         axis.set_title(title)
         axis.grid(visible=True, alpha=0.3)

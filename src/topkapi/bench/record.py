@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from topkapi import __version__
 from topkapi.device import device_info
 
 
@@ -32,7 +33,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "torch": str(torch.__version__),
         "transformers": _version("transformers"),
         "triton": _version("triton"),
-        "topkapi": _version("topkapi"),
+        "topkapi": __version__,
         "commit": _commit(),
     }
 
