@@ -28,7 +28,9 @@ def branches(layer: Any) -> list[nn.Parameter]:
     ]
 
 
-def mtp_tensors(model: Any, *, seed: int, guesses: bool) -> dict[str, torch.Tensor]:
+def mtp_tensors(
+    model: Any, *, seed: int, guesses: bool, influence: float
+) -> dict[str, torch.Tensor]:
     """An MTP layer under its official names: random, or (`guesses`) one that looks at the newest
     token as the model does.
     """
@@ -36,14 +38,15 @@ def mtp_tensors(model: Any, *, seed: int, guesses: bool) -> dict[str, torch.Tens
     torch.manual_seed(seed)
     layer = type(model)(config).float().model.layers[-1]
     hidden = config.hidden_size
-    embedding = torch.cat((torch.eye(hidden), torch.zeros(hidden, hidden)), dim=1)
+    # The newest token above all, and as much of the hidden state as the model's layers count for.
+    looks = torch.cat((torch.eye(hidden), influence * torch.randn(hidden, hidden)), dim=1)
     with torch.no_grad():
         for weight in branches(layer):
-            weight.mul_(0.1 if guesses else 1.0)
+            weight.mul_(1.5 * influence if guesses else 1.0)
     own = {
         "enorm.weight": torch.ones(hidden),
         "hnorm.weight": torch.ones(hidden),
-        "eh_proj.weight": embedding if guesses else torch.randn(hidden, 2 * hidden) * 0.3,
+        "eh_proj.weight": looks if guesses else torch.randn(hidden, 2 * hidden) * 0.3,
         "shared_head.norm.weight": torch.ones(hidden),
         "shared_head.head.weight": model.lm_head.weight.detach().clone(),
         "embed_tokens.weight": model.model.embed_tokens.weight.detach().clone(),
@@ -93,7 +96,7 @@ def save_checkpoint(
     if tokenizer:
         tokenizer.save_pretrained(path)
     tensors = load_file(path / "model.safetensors")
-    tensors |= mtp_tensors(model, seed=7, guesses=guesses)
+    tensors |= mtp_tensors(model, seed=7, guesses=guesses, influence=influence)
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     return path
 

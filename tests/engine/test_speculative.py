@@ -11,6 +11,7 @@ import torch
 
 from engine.conftest import free_pages, make_llm
 from engine.drafting import Oracle, save_checkpoint
+from topkapi.config import BackendOptions
 from topkapi.engine.llm import LLM
 from topkapi.engine.request import RequestOutput, SamplingParams
 from topkapi.engine.speculative import SpeculativeRunner
@@ -89,6 +90,22 @@ def test_greedy_tokens_are_those_of_plain_decoding(
     assert stats.num_accepted == sum(stats.accepted_at)
     assert stats.acceptance_length is not None
     assert stats.acceptance_length > 1.3
+
+
+def test_deterministic_bf16_gives_the_same_tokens(guessing: Path) -> None:
+    """In bf16 near-ties are common: only equal bits of every logit keep the tokens equal."""
+    options: dict[str, Any] = {
+        "dtype": "bf16",
+        "page_size": 8,
+        "max_batch_tokens": 64,
+        "max_tokens_in_cache": 1024,
+        "backend_options": BackendOptions(deterministic=True),
+    }
+    plain = LLM(guessing, device="cpu", **options)
+    drafting = LLM(guessing, device="cpu", speculative_num_steps=3, **options)
+    outputs = run(drafting, PROMPTS, GREEDY)
+    assert tokens(outputs) == tokens(run(plain, PROMPTS, GREEDY))
+    assert sum(output.num_accepted for output in outputs) > 40
 
 
 def test_drafts_that_are_mostly_wrong_cost_nothing_but_time(
@@ -279,8 +296,9 @@ class TestChoices:
         for temperature in (0.0, 1.0):
             params = SamplingParams(temperature=temperature, seed=5, max_tokens=16, **change)
             # Beside requests that ask for nothing of the kind.
-            mixed = [params if i % 2 else GREEDY for i in range(len(PROMPTS))]
-            assert tokens(run(drafting, PROMPTS, mixed)) == tokens(run(plain, PROMPTS, mixed))
+            prompts = PROMPTS[3:9]
+            mixed = [params if i % 2 else GREEDY for i in range(len(prompts))]
+            assert tokens(run(drafting, prompts, mixed)) == tokens(run(plain, prompts, mixed))
 
     def test_logprobs(self, plain: LLM, drafting: LLM) -> None:
         params = SamplingParams(temperature=0, max_tokens=12, logprobs=3, prompt_logprobs=2)
