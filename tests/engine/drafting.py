@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,42 @@ from torch import nn
 from engine.conftest import make_model, make_tokenizer
 from topkapi.attention import ForwardBatch, ForwardMode, NativeSparseAttnBackend
 from topkapi.cache import NSATokenToKVPool, ReqToTokenPool
+from topkapi.engine.llm import LLM
+from topkapi.engine.request import RequestOutput, SamplingParams
+from topkapi.engine.speculative import SpeculativeRunner
 from topkapi.models.attention import DsaStep
 from topkapi.models.decoder import compute_logits, install, run_decoder
 from topkapi.models.loading import load_model
 from topkapi.models.mtp import load_mtp
+
+VOCAB = 290
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+
+def prompts_of(lengths: list[int], seed: int = 0) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(2, VOCAB) for _ in range(length)] for length in lengths]
+
+
+PROMPTS = prompts_of([1, 2, 7, 8, 9, 16, 17, 40, 63, 65, 100, 130])
+
+
+def run(llm: LLM, prompts: Any, params: Any) -> list[RequestOutput]:
+    """Complete, and leave nothing behind."""
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert [output.error for output in outputs] == [None] * len(outputs)
+    assert not llm.engine.has_work
+    return outputs
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [output.token_ids for output in outputs]
+
+
+def runner_of(llm: LLM) -> SpeculativeRunner:
+    runner = llm.engine._runner
+    assert isinstance(runner, SpeculativeRunner)
+    return runner
 
 
 def branches(layer: Any) -> list[nn.Parameter]:

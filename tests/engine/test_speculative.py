@@ -10,41 +10,11 @@ import pytest
 import torch
 
 from engine.conftest import free_pages, make_llm
-from engine.drafting import Oracle, save_checkpoint
+from engine.drafting import GREEDY, PROMPTS, Oracle, run, runner_of, save_checkpoint, tokens
 from topkapi.config import BackendOptions
 from topkapi.engine.llm import LLM
-from topkapi.engine.request import RequestOutput, SamplingParams
-from topkapi.engine.speculative import SpeculativeRunner
+from topkapi.engine.request import SamplingParams
 from topkapi.errors import ConfigError, UnsupportedModelError
-
-VOCAB = 290
-GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-
-
-def prompts_of(lengths: list[int], seed: int = 0) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(2, VOCAB) for _ in range(length)] for length in lengths]
-
-
-PROMPTS = prompts_of([1, 2, 7, 8, 9, 16, 17, 40, 63, 65, 100, 130])
-
-
-def run(llm: LLM, prompts: Any, params: Any) -> list[RequestOutput]:
-    """Complete, and leave nothing behind."""
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    assert [output.error for output in outputs] == [None] * len(outputs)
-    assert not llm.engine.has_work
-    return outputs
-
-
-def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
-    return [output.token_ids for output in outputs]
-
-
-def runner_of(llm: LLM) -> SpeculativeRunner:
-    runner = llm.engine._runner
-    assert isinstance(runner, SpeculativeRunner)
-    return runner
 
 
 @pytest.fixture(scope="module")
@@ -126,100 +96,6 @@ def test_drafts_that_are_always_right_are_all_accepted(tmp_path: Path, steps: in
         assert output.acceptance_length == steps + 1
         # The first token comes out of the prompt, and nothing is drafted for the last one alone.
         assert output.num_rounds == 23 // (steps + 1) + (23 % (steps + 1) > 1)
-
-
-class Watched:
-    """An engine that drafts, and a record of the logits of every round's first draft."""
-
-    def __init__(self, path: Path, oracle: Oracle, **options: Any) -> None:
-        self.llm = make_llm(path, **{"speculative_num_steps": 2, **options})
-        self._oracle = oracle
-        self._drafts: list[tuple[int, int, torch.Tensor]] = []
-        drafter = runner_of(self.llm)._drafter
-        propose = drafter.propose
-
-        def watched(chunks: Any, num_drafts: int, choose: Any) -> torch.Tensor:
-            def seen(logits: torch.Tensor, place: int) -> torch.Tensor:
-                if place == 0:
-                    for chunk, row in zip(chunks, logits, strict=True):
-                        self._drafts.append((chunk.request.request_id, chunk.start, row))
-                return choose(logits, place)
-
-            return propose(chunks, num_drafts, seen)
-
-        drafter.propose = watched  # type: ignore[method-assign]
-
-    def run(self, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[RequestOutput]:
-        outputs = run(self.llm, prompts, params)
-        for output in outputs:
-            self.check(output)
-        return outputs
-
-    def check(self, output: RequestOutput, least: int = 5) -> None:
-        """Every first draft is what the layer says when it is run over the whole text at once."""
-        text = [*output.prompt_token_ids, *output.token_ids]
-        want = self._oracle.draft_logits(text)
-        mine = [(start, row) for owner, start, row in self._drafts if owner == output.request_id]
-        assert len(mine) >= least
-        got = torch.stack([row for _, row in mine])
-        torch.testing.assert_close(got, want[[start - 1 for start, _ in mine]], atol=1e-3, rtol=0)
-
-
-class TestTheLayerSeesEverything:
-    """Whatever the engine did, the layer's cache holds what it would after one long prompt."""
-
-    @pytest.mark.parametrize("max_batch_tokens", [64, 27])
-    def test_after_prompts_in_chunks(
-        self, guessing: Path, oracle: Oracle, max_batch_tokens: int
-    ) -> None:
-        Watched(guessing, oracle, max_batch_tokens=max_batch_tokens).run(PROMPTS)
-
-    def test_behind_a_shared_prefix(self, guessing: Path, oracle: Oracle) -> None:
-        """The record beside a page's last token must not depend on who asked first."""
-        watched = Watched(guessing, oracle)
-        prompts = [PROMPTS[9][:64] + tail for tail in prompts_of([1, 3, 9, 30], seed=1)]
-        watched.run(prompts[:1])
-        # All at once: each reads the page while the others do.
-        for output in watched.run(prompts):
-            assert output.num_cached_tokens == 64
-
-    def test_behind_an_answer_that_was_drafted(self, guessing: Path, oracle: Oracle) -> None:
-        """Wherever the answer ended: its last tokens may lie in a page that is not yet sound."""
-        watched = Watched(guessing, oracle)
-        for length, prompt in enumerate(prompts_of([40] * 9, seed=5), start=13):
-            params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
-            [first] = run(watched.llm, [prompt], params)
-            text = [*prompt, *first.token_ids]
-            [second] = watched.run([[*text, 5, 6]])
-            assert second.num_cached_tokens >= (len(text) - 4) // 8 * 8
-
-    def test_behind_pages_that_were_on_the_host(self, guessing: Path, oracle: Oracle) -> None:
-        watched = Watched(guessing, oracle, max_tokens_in_cache=160, host_cache_tokens=320)
-        watched.run([PROMPTS[10]])
-        watched.run(prompts_of([120], seed=3))  # takes nearly all of the cache
-        [again] = watched.run([PROMPTS[10]])
-        assert again.num_cached_tokens == 96
-
-    def test_after_preemption(self, guessing: Path, oracle: Oracle, plain: LLM) -> None:
-        watched = Watched(guessing, oracle, max_tokens_in_cache=160)
-        prompts = prompts_of([50, 55, 60, 20], seed=2)
-        params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
-        outputs = watched.run(prompts, params)
-        assert watched.llm.engine.scheduler.num_preemptions > 0
-        assert tokens(outputs) == tokens(run(plain, prompts, params))
-
-    def test_when_drafting_begins_late(self, guessing: Path, oracle: Oracle) -> None:
-        """Hidden states wait while nobody drafts, and some rows are computed in between."""
-        watched = Watched(guessing, oracle)
-        length = runner_of(watched.llm).length
-        length.most = 0
-        stream = watched.llm.stream(PROMPTS[7], SamplingParams(temperature=0, max_tokens=60))
-        for _ in range(21):
-            next(stream)
-        length.most = 2
-        *_, last = stream
-        assert last.output is not None
-        watched.check(last.output)
 
 
 class TestEnds:
