@@ -177,10 +177,19 @@ def speculation_command(
             print(f"{count} drafts in batches of {batch}: done", file=sys.stderr)
     rows = speculation.with_speedups(rows)
     table = Table(title="Greedy decoding with drafts, prompts cached before")
-    for name in ("prompts", "batch", "drafts", "accepted", "tokens/s", "speed-up", "same tokens"):
+    for name in (
+        "prompts",
+        "batch",
+        "drafts",
+        "accepted",
+        "tokens/s",
+        "speed-up",
+        "in CPU time",
+        "same tokens",
+    ):
         table.add_column(name, justify="left" if name == "prompts" else "right")
     for row in rows:
-        length, speedup = row["acceptance_length"], row["speedup"]
+        length, speedup, cpu = row["acceptance_length"], row["speedup"], row["cpu_speedup"]
         table.add_row(
             row["kind"],
             str(row["batch"]),
@@ -188,6 +197,7 @@ def speculation_command(
             "" if length is None else f"{length:.2f}",
             f"{row['tokens_per_second']:.0f}",
             "" if speedup is None else f"{speedup:.2f}",
+            "" if cpu is None else f"{cpu:.2f}",
             f"{row['same_tokens']}/{row['prompts']}",
         )
     console.print(table)

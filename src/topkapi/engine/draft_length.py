@@ -2,8 +2,8 @@
 
 `DraftLength` climbs: it keeps to one number of drafts, now and then tries a neighbour for a few
 steps, and moves there only if that gave clearly more tokens a second; a neighbour that disappointed
-is tried again later and later. Acceptance and step times both are in that one figure. Zero drafts
-is a neighbour like any other: speculation turns itself off where it does not pay, and on again.
+is tried again later and later. Acceptance and step times both are in that one figure. No drafts at all
+is everyone's neighbour: speculation turns itself off where it does not pay, and on again.
 Knows times and counts; no tensors, no requests.
 """
 
@@ -76,8 +76,10 @@ class _Climber:
             self.waits[tried] = min(2 * self.waits[tried], _LONGEST_WAIT)
 
     def _maybe_try(self) -> None:
-        for drafts in (self.now + 1, self.now - 1):
-            if 0 <= drafts <= self.most and self.clock >= self.due.get(drafts, 0):
+        # None at all is always worth a look: between it and one there may be a valley.
+        for drafts in (self.now + 1, self.now - 1, 0):
+            sensible = 0 <= drafts <= self.most and drafts != self.now
+            if sensible and self.clock >= self.due.get(drafts, 0):
                 self.trial = drafts
                 self.trial_steps, self.trial_tokens, self.trial_seconds = 0, 0.0, 0.0
                 return
