@@ -2,8 +2,8 @@
 
 `DraftLength` climbs: it keeps to one number of drafts, now and then tries a neighbour for a few
 steps, and moves there only if that gave clearly more tokens a second; a neighbour that disappointed
-is tried again later and later. Acceptance and step times both are in that one figure. No drafts at all
-is everyone's neighbour: speculation turns itself off where it does not pay, and on again.
+is tried again later and later. Acceptance and step times both are in that one figure. No drafts is
+everyone's neighbour: speculation turns itself off where it does not pay, and on again.
 Knows times and counts; no tensors, no requests.
 """
 
