@@ -46,12 +46,15 @@ class BenchCase:
 
     @property
     def name(self) -> str:
-        """A readable key: `select rows=64 context=8192 fp32`."""
-        return f"{self.op} rows={self.rows} context={self.context} heads={self._heads} {self.cache}"
-
-    @property
-    def _heads(self) -> int:
-        return self.index_heads if self.op in ("select", "indexer_logits") else self.heads
+        """A readable key of the sizes that the operation has: `select rows=64 context=8192 ...`."""
+        words = [self.op, f"rows={self.rows}"]
+        if not self.op.startswith("write"):
+            words.append(f"context={self.context}")
+        if self.op in ("select", "indexer_logits"):
+            words.append(f"heads={self.index_heads}")
+        elif self.op == "sparse_mla":
+            words.append(f"heads={self.heads}")
+        return " ".join([*words, "" if self.op == "topk" else self.cache]).rstrip()
 
     def make(self, device: torch.device) -> Arguments:
         """Fresh seeded inputs on `device`, as keyword arguments of the operation."""

@@ -136,7 +136,8 @@ def ops_command(
         note = row.get("wrong") or row.get("refused")
         if note:
             style = "red" if "wrong" in row else "dim"
-            table.add_row(row["case"], row["kernel"], "", "", "", f"[{style}]{note}[/]")
+            kind = "wrong" if "wrong" in row else "refused"
+            table.add_row(row["case"], row["kernel"], kind, "", "", f"[{style}]{note}[/]")
             continue
         middle = row["seconds"]["p50"]
         rates = f"{row['bytes'] / middle / 1e9:.1f}", f"{row['flops'] / middle / 1e9:.0f}"

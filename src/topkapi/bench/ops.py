@@ -53,7 +53,7 @@ def run(
             try:
                 got = _outputs(case, getattr(ops, case.op), arguments, kernel=kernel.name)
             except KernelRefusedError as refusal:
-                yield {**row, "refused": str(refusal)}
+                yield {**row, "refused": str(refusal).split(f"{kernel.name}: ", 1)[-1]}
                 continue
             if difference := _difference(got, wanted):
                 yield {**row, "wrong": difference}
