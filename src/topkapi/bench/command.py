@@ -177,31 +177,7 @@ def speculation_command(
             )
             print(f"{count} drafts in batches of {batch}: done", file=sys.stderr)
     rows = speculation.with_speedups(rows)
-    table = Table(title="Greedy decoding with drafts, prompts cached before")
-    for name in (
-        "prompts",
-        "batch",
-        "drafts",
-        "accepted",
-        "tokens/s",
-        "speed-up",
-        "in CPU time",
-        "same tokens",
-    ):
-        table.add_column(name, justify="left" if name == "prompts" else "right")
-    for row in rows:
-        length, speedup, cpu = row["acceptance_length"], row["speedup"], row["cpu_speedup"]
-        table.add_row(
-            row["kind"],
-            str(row["batch"]),
-            str(row["steps"]),
-            "" if length is None else f"{length:.2f}",
-            f"{row['tokens_per_second']:.0f}",
-            "" if speedup is None else f"{speedup:.2f}",
-            "" if cpu is None else f"{cpu:.2f}",
-            f"{row['same_tokens']}/{row['prompts']}",
-        )
-    console.print(table)
+    _print_speculation(rows)
     if out:
         facts = environment(resolve_device(device))
         write_lines(out, [{**row, **facts} for row in rows])
@@ -243,3 +219,31 @@ def kv_formats_command(
     console.print(table)
     if out:
         write_lines(out, rows)
+
+
+def _print_speculation(rows: list[dict[str, Any]]) -> None:
+    table = Table(title="Greedy decoding with drafts, prompts cached before")
+    for name in (
+        "prompts",
+        "batch",
+        "drafts",
+        "accepted",
+        "tokens/s",
+        "speed-up",
+        "in CPU time",
+        "same tokens",
+    ):
+        table.add_column(name, justify="left" if name == "prompts" else "right")
+    for row in rows:
+        length, speedup, cpu = row["acceptance_length"], row["speedup"], row["cpu_speedup"]
+        table.add_row(
+            row["kind"],
+            str(row["batch"]),
+            str(row["steps"]),
+            "" if length is None else f"{length:.2f}",
+            f"{row['tokens_per_second']:.0f}",
+            "" if speedup is None else f"{speedup:.2f}",
+            "" if cpu is None else f"{cpu:.2f}",
+            f"{row['same_tokens']}/{row['prompts']}",
+        )
+    console.print(table)
