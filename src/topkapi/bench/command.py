@@ -97,8 +97,13 @@ def demo_recall_command(
         table.add_column(name, justify="right")
     rows = []
     facts = environment(resolve_device(device))
-    for name, overrides in [("sparse", {}), *([("dense", {"index_topk": 8192})] if dense else [])]:
-        llm = LLM("demo", device=device, config_overrides=overrides)
+    sides: dict[str, dict[str, Any]] = {"sparse": {}}
+    if dense:
+        # Whole prompts, one at a time: then the backend attends to them in one dense product.
+        whole = {"max_batch_tokens": 8192, "max_running_requests": 1}
+        sides["dense"] = {"config_overrides": {"index_topk": 8192}, **whole}
+    for name, options in sides.items():
+        llm = LLM("demo", device=device, **options)
         result = recall.measure(llm, documents=documents, context=context, seed=seed)
         kinds = ", ".join(f"{kind} {a}/{b}" for kind, (a, b) in sorted(result.kinds.items()))
         right = f"{result.right}/{result.documents}"
