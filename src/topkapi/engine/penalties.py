@@ -102,9 +102,12 @@ class Penalties:
 
 
 def _count(counts: torch.Tensor, pairs: torch.Tensor) -> None:
-    """Add one to `counts [N, V]` at every `pairs [2, M]` (row, token), as often as it is there."""
+    """Add one to `counts [N, V]` at every `pairs [2, M]` (row, token), as often as it is there.
+
+    By `scatter_add_`: an accumulating `index_put_` may check its indices on the host.
+    """
     ones = torch.ones(pairs.shape[1], dtype=counts.dtype, device=counts.device)
-    counts.index_put_((pairs[0], pairs[1]), ones, accumulate=True)
+    counts.view(-1).scatter_add_(0, pairs[0] * counts.shape[1] + pairs[1], ones)
 
 
 def _penalised(

@@ -161,9 +161,11 @@ def _bias_(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
     found = [(i, *pair) for i, row in enumerate(rows) for pair in row.request.params.bias]
     if not found:
         return
-    # fp64 holds every row and token id.
-    row, token, bias = torch.tensor(found, dtype=torch.float64).to(logits.device).T
-    logits.index_put_((row.long(), token.long()), bias.to(logits.dtype), accumulate=True)
+    # fp64 holds every row and token id. No pair occurs twice, so nothing has to accumulate.
+    found_there = torch.tensor(found, dtype=torch.float64).to(logits.device, non_blocking=True)
+    row, token, bias = found_there.T
+    at = row.long(), token.long()
+    logits[at] = logits[at] + bias.to(logits.dtype)
 
 
 def uniform(seed: int, index: int, stream: int = CHOOSE) -> float:
