@@ -68,6 +68,71 @@ def test_generate_writes_a_trace(tiny: Path, tmp_path: Path) -> None:
     assert len(steps) == 1 + 6  # the track's name, a prompt, five more tokens
 
 
+def test_options_mean_what_the_library_means(tiny: Path, tmp_path: Path) -> None:
+    words = ["--min-p", "0.02", "--repetition-penalty", "1.2", "--presence-penalty", "0.5"]
+    words += ["--frequency-penalty", "0.25", "--min-tokens", "4", "--logit-bias", "40=3.5"]
+    words += ["--temperature", "0.9", "--seed", "5", "--stop", "zz", "--stop", "yy"]
+    choices = {
+        "min_p": 0.02, "repetition_penalty": 1.2, "presence_penalty": 0.5, "min_tokens": 4,
+        "frequency_penalty": 0.25, "logit_bias": {40: 3.5}, "temperature": 0.9, "seed": 5,
+        "stop": ["zz", "yy"],
+    }  # fmt: skip
+    result = run("generate", *common(tiny), *words, "the question")
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout == answer_of(tiny, "the question", **choices)
+
+
+def test_generate_obeys_a_schema_file(tiny: Path, tmp_path: Path) -> None:
+    file = tmp_path / "schema.json"
+    file.write_text('{"enum": ["yes", "no"]}')
+    result = run("generate", *common(tiny), "--json-schema", str(file), "the question")
+    assert json.loads(result.stdout) in ("yes", "no"), result.stderr
+
+
+def test_every_engine_option_reaches_the_engine(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[dict[str, Any]] = []
+
+    class Recorder(LLM):
+        def __init__(self, model: Any, **options: Any) -> None:
+            made.append(options)
+            super().__init__(model, **options)
+
+    monkeypatch.setattr("topkapi.engine.llm.LLM", Recorder)
+    trace = tmp_path / "trace.json"
+    words = ["--max-tokens-in-cache", "128", "--max-context-len", "96", "--no-prefix-cache"]
+    words += ["--max-batch-tokens", "32", "--max-running-requests", "3", "--deterministic"]
+    words += ["--speculative-num-steps", "auto", "--trace", str(trace), "--dtype", "fp32"]
+    result = run("chat", *common(tiny), *words, input="hi\n")
+    assert result.exit_code == 0, result.stderr
+    [options] = made
+    assert options.pop("backend_options").deterministic
+    assert options == {
+        "device": "cpu", "dtype": "fp32", "kv_cache_dtype": "auto", "max_tokens_in_cache": 128,
+        "max_context_len": 96, "max_batch_tokens": 32, "max_running_requests": 3,
+        "enable_prefix_cache": False, "host_cache_tokens": 0, "speculative_num_steps": "auto",
+        "tensor_parallel_size": 1, "trace": trace,
+    }  # fmt: skip
+
+
+def test_the_options_cover_the_library() -> None:
+    """A new field of `SamplingParams` or option of `LLM` is offered, or left out on purpose."""
+    from dataclasses import fields
+    from inspect import signature
+
+    from topkapi.cli_options import EngineChoices, SamplingChoices
+
+    told = {item.name for item in fields(SamplingChoices)}
+    left_out = {"stop_token_ids", "logprobs", "prompt_logprobs", "ignore_eos", "n"}
+    left_out |= {"skip_special_tokens"}
+    assert told | left_out == {item.name for item in fields(SamplingParams)}
+    offered = {*EngineChoices().options(), "model"}
+    left_out = {"self", "tokenizer", "page_size", "memory_fraction", "config_overrides"}
+    left_out |= {"selection_stats_every", "verify_selection", "parallel_timeout"}
+    assert offered | left_out == set(signature(LLM.__init__).parameters)
+
+
 def test_generate_samples_with_a_seed_and_reads_stdin(tiny: Path) -> None:
     options = ["--temperature", "1.5", "--seed", "3", "--top-p", "0.9", "--top-k", "50"]
     result = run("generate", *common(tiny), *options, input="the question")
@@ -111,6 +176,8 @@ def test_chat_survives_a_question_that_does_not_fit(tiny: Path) -> None:
         (["generate", "--model", "TINY", "--device", "cpu", ""], 1, "empty"),
         (["generate", "--context", "/nowhere", "x"], 2, "/nowhere"),
         (["generate", "--max-tokens", "many", "x"], 2, "max-tokens"),
+        (["generate", "--logit-bias", "7", "x"], 1, "TOKEN_ID=NUMBER"),
+        (["generate", "--speculative-num-steps", "9", "--model", "TINY", "x"], 1, "0 to 4"),
         (["inspect", "/nowhere"], 1, "/nowhere"),
         (["doctor", "--cache-format", "abacus"], 1, "abacus"),
         (["frobnicate"], 2, "frobnicate"),

@@ -28,7 +28,7 @@ LAYERS = (
     {"attention"},
     {"models"},
     {"engine"},
-    {"demo", "bench", "doctor"},
+    {"demo", "bench", "doctor", "cli_options"},
     {"server", "plugins"},
     {"cli", "__init__"},
 )

@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +21,7 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 import topkapi
+from topkapi.cli_options import EngineChoices, SamplingChoices, takes
 from topkapi.errors import RequestError, TopkapiError
 
 if TYPE_CHECKING:
@@ -55,19 +57,10 @@ app = typer.Typer(
     help="DeepSeek Sparse Attention on any machine.",
 )
 
-Model = Annotated[str, typer.Option(help="demo, or a local Hugging Face directory.")]
-Device = Annotated[str, typer.Option(help="auto, cpu or cuda[:N].")]
-Dtype = Annotated[str, typer.Option(help="auto, bf16, fp16 or fp32.")]
-KvCacheDtype = Annotated[str, typer.Option(help="auto, bf16, fp16, fp32 or fp8.")]
 ContextFile = Annotated[
     Path | None,
     typer.Option("--context", exists=True, dir_okay=False, help="A text file to ask about."),
 ]
-MaxTokens = Annotated[int, typer.Option(help="New tokens at most.")]
-Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
-TopP = Annotated[float, typer.Option(help="Keep this much probability.")]
-TopK = Annotated[int, typer.Option(help="Keep this many tokens; 0 keeps all.")]
-Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable.")]
 
 
@@ -87,84 +80,52 @@ def _options(
 
 
 @app.command()
+@takes(engine=EngineChoices, sampling=SamplingChoices)
 def generate(
+    engine: EngineChoices,
+    sampling: SamplingChoices,
     prompt: Annotated[str, typer.Argument(help="The text to go on from; - reads stdin.")] = "-",
-    model: Model = "demo",
     context: ContextFile = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="Ask through the chat template (--context does).")
     ] = False,
-    max_tokens: MaxTokens = 256,
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    top_k: TopK = 0,
-    seed: Seed = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    kv_cache_dtype: KvCacheDtype = "auto",
-    trace: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="A file for a Chrome trace of every step.")
-    ] = None,
 ) -> None:
     """Complete a prompt, or answer a question about a file."""
-    from topkapi.engine.request import SamplingParams
-
-    params = SamplingParams(
-        temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=max_tokens, seed=seed
-    )
+    params = sampling.params()
     text = (sys.stdin.read() if sys.stdin else "") if prompt == "-" else prompt
-    llm = _load(model, device, dtype, kv_cache_dtype, trace)
-    wanted: Prompt = text
-    if chat or context:
-        wanted = llm.encode_chat([{"role": "user", "content": _with_context(context, text)}])
-    _answer(llm, wanted, params)
+    with _load(engine) as llm:
+        wanted: Prompt = text
+        if chat or context:
+            wanted = llm.encode_chat([{"role": "user", "content": _with_context(context, text)}])
+        _answer(llm, wanted, params)
+
+
+@dataclass(frozen=True)
+class ChatChoices(SamplingChoices):
+    """Answers may be longer."""
+
+    max_tokens: Annotated[
+        int, typer.Option(help="New tokens at most.", rich_help_panel="Sampling")
+    ] = 1024
 
 
 @app.command()
+@takes(engine=EngineChoices, sampling=ChatChoices)
 def chat(
-    model: Model = "demo",
+    engine: EngineChoices,
+    sampling: ChatChoices,
     context: ContextFile = None,
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,
-    max_tokens: MaxTokens = 1024,
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    top_k: TopK = 0,
-    seed: Seed = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    kv_cache_dtype: KvCacheDtype = "auto",
 ) -> None:
     """Talk to a model in the terminal. /reset starts over, /quit (or end of input) leaves."""
-    from topkapi.engine.request import SamplingParams
-
-    params = SamplingParams(
-        temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=max_tokens, seed=seed
-    )
-    llm = _load(model, device, dtype, kv_cache_dtype)
-    opening = [{"role": "system", "content": system}] if system else []
-    messages = list(opening)
-    _say("Ask away. /reset starts over, /quit leaves.")
-    for line in _lines():
-        if line == "/quit":
-            break
-        if line == "/reset":
-            messages = list(opening)
-            _say("The conversation starts over.")
-            continue
-        first = len(messages) == len(opening)
-        question = _with_context(context, line) if first else line
-        asked = [*messages, {"role": "user", "content": question}]
-        try:
-            answer = _answer(llm, llm.encode_chat(asked), params)
-        except RequestError as error:
-            _say(f"error: {error}; the question was not added (/reset starts over)")
-            continue
-        messages = [*asked, {"role": "assistant", "content": answer}]
+    params = sampling.params()
+    with _load(engine) as llm:
+        _talk(llm, params, context, system)
 
 
 @app.command()
 def doctor(
-    device: Device = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda[:N].")] = "auto",
     cache_format: Annotated[str, typer.Option(help="bf16, fp16, fp32 or fp8.")] = "bf16",
     heads: Annotated[int, typer.Option(min=1, help="Attention heads of one device.")] = 128,
     as_json: AsJson = False,
@@ -218,16 +179,36 @@ def _say(text: str) -> None:
     typer.echo(text, err=True)
 
 
-def _load(
-    model: str, device: str, dtype: str, kv_cache_dtype: str, trace: Path | None = None
-) -> LLM:
-    with Console(stderr=True).status(f"loading {model}"):
+def _load(engine: EngineChoices) -> LLM:
+    with Console(stderr=True).status(f"loading {engine.model}"):
         from transformers.utils import logging
 
         from topkapi.engine.llm import LLM
 
         logging.disable_progress_bar()
-        return LLM(model, device=device, dtype=dtype, kv_cache_dtype=kv_cache_dtype, trace=trace)
+        return LLM(engine.model, **engine.options())
+
+
+def _talk(llm: LLM, params: SamplingParams, context: Path | None, system: str | None) -> None:
+    opening = [{"role": "system", "content": system}] if system else []
+    messages = list(opening)
+    _say("Ask away. /reset starts over, /quit leaves.")
+    for line in _lines():
+        if line == "/quit":
+            break
+        if line == "/reset":
+            messages = list(opening)
+            _say("The conversation starts over.")
+            continue
+        first = len(messages) == len(opening)
+        question = _with_context(context, line) if first else line
+        asked = [*messages, {"role": "user", "content": question}]
+        try:
+            answer = _answer(llm, llm.encode_chat(asked), params)
+        except RequestError as error:
+            _say(f"error: {error}; the question was not added (/reset starts over)")
+            continue
+        messages = [*asked, {"role": "assistant", "content": answer}]
 
 
 def _with_context(context: Path | None, question: str) -> str:
