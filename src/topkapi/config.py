@@ -156,8 +156,10 @@ class BackendOptions:
     `score_budget_bytes` bounds every temporary of scoring and gathering. `deterministic` asks for
     bit-equal outputs of a request whatever shares its batch. `fuse_topk` has the indexer give slots
     at once, not positions to be mapped. `fp8_compute` says how fp8 latents are attended: as
-    `records`, or by `dequantize_selected`. `dense_prefill` lets whole
-    prompts within topk, of `dense_min_tokens` on average, skip absorption.
+    `records`, or by `dequantize_selected`. `index_queries` says whether queries against fp8 index
+    keys are quantised as well: `fp8`, `full`, or `auto`, which does where the device multiplies
+    fp8. `dense_prefill` lets whole prompts within topk, of `dense_min_tokens` on average, skip
+    absorption.
     """
 
     prefill_kernel: str = "auto"
@@ -167,6 +169,7 @@ class BackendOptions:
     deterministic: bool = False
     fuse_topk: bool = True
     fp8_compute: str = "records"
+    index_queries: str = "auto"
     dense_prefill: bool = True
     dense_min_tokens: int = 32
 
@@ -174,6 +177,10 @@ class BackendOptions:
         if self.fp8_compute not in ("records", "dequantize_selected"):
             raise ConfigError(
                 f"fp8_compute: expected records or dequantize_selected, got {self.fp8_compute!r}"
+            )
+        if self.index_queries not in ("auto", "fp8", "full"):
+            raise ConfigError(
+                f"index_queries: expected auto, fp8 or full, got {self.index_queries!r}"
             )
         if self.score_budget_bytes < 2**16:
             raise ConfigError(

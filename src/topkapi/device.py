@@ -30,6 +30,13 @@ class DeviceInfo:
     has_triton: bool = False
 
     @property
+    def multiplies_fp8(self) -> bool:
+        """Whether the device converts and multiplies e4m3 (OCP) itself: sm89 or newer, gfx950."""
+        if self.backend == "cuda":
+            return int(self.arch) >= 89
+        return self.arch == "gfx950"
+
+    @property
     def label(self) -> str:
         """How messages name this device: `cpu`, `sm90`, `gfx942`."""
         if self.backend == "cpu":

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from topkapi import ops
+from topkapi.attention.index_queries import quantize_index_query
 from topkapi.attention.metadata import NSAMetadata
 
 # Rows of "everything" are padded to a multiple of this, so that kernels see few widths.
@@ -36,18 +37,23 @@ def select_tokens(
     index_cache: torch.Tensor,
     *,
     fused: bool,
+    fp8_queries: bool,
     budget_bytes: int,
     kernel: str,
 ) -> torch.Tensor:
     """Score and select: `q [R, Hi, Di]`, `weights [R, Hi]` fp32 to `[R, topk]` int32.
 
-    Slots when `fused`, positions otherwise; -1 at the end. Rows of q past the metadata's (padding
-    for data parallelism) get no row here. Capture-safe; never holds `[R, S]`.
+    Slots when `fused`, positions otherwise; -1 at the end. `fp8_queries` quantises q first. Rows of
+    q past the metadata's (padding for data parallelism) get no row here. Capture-safe; never holds
+    `[R, S]`.
     """
     rows = metadata.num_rows
+    q, weights = q[:rows], weights[:rows].float()
+    if fp8_queries:
+        q, weights = quantize_index_query(q, weights)
     return ops.select(
-        q[:rows],
-        weights[:rows].float(),
+        q,
+        weights,
         index_cache,
         metadata.context,
         metadata.topk,

@@ -11,6 +11,7 @@ import torch
 from topkapi import ops
 from topkapi.attention.dense import dense_attention
 from topkapi.attention.forward_batch import AttentionLayer, ForwardBatch, ForwardMode
+from topkapi.attention.index_queries import quantizes_queries
 from topkapi.attention.indexer import everything, select_tokens
 from topkapi.attention.metadata import NSAIndexerMetadata, NSAMetadata
 from topkapi.cache import NSATokenToKVPool, ReqToTokenPool
@@ -89,12 +90,14 @@ class LayerForward:
                 f"layer {layer_id}: contexts of up to {metadata.max_seq_len_k} tokens exceed "
                 f"topk {metadata.topk}, so the indexer's q and weights are needed"
             )
+        index_cache = self.token_to_kv_pool.get_index_k_with_scale_buffer(layer_id)
         return select_tokens(
             metadata,
             q,
             weights,
-            self.token_to_kv_pool.get_index_k_with_scale_buffer(layer_id),
+            index_cache,
             fused=self.options.fuse_topk,
+            fp8_queries=quantizes_queries(self.options, index_cache),
             budget_bytes=self.options.score_budget_bytes,
             kernel=self.options.indexer_kernel,
         )

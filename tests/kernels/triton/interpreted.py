@@ -25,6 +25,7 @@ from cases import (
     poisoned_memory,
 )
 from topkapi import ops, reference
+from topkapi.attention.index_queries import quantize_index_query
 from topkapi.attention.step_metadata import StepBuffers, step_metadata
 
 warnings.filterwarnings("ignore", category=RuntimeWarning)
@@ -89,6 +90,21 @@ def test_e4m3_queries() -> None:
         finite = want.isfinite()
         assert torch.equal(finite, got.isfinite())
         assert (got - want)[finite].abs().max() < 1e-5 * want[finite].abs().max()
+
+
+@pytest.mark.parametrize("case", without_bf16(RECORD_CASES), ids=named)
+def test_index_queries_are_quantised(case: RecordCase) -> None:
+    """Heads of odd count, and rows that lie apart in memory; the bits of the definition."""
+    keys = case.make()["keys"]
+    for heads in (1, 3):
+        rows = keys.shape[0] // heads
+        q = torch.stack((keys, keys), dim=1)[: rows * heads, 0].unflatten(0, (rows, heads))
+        weights = torch.randn(rows, 2 * heads)[:, heads:]
+        with poisoned_memory():
+            got = quantize_index_query(q, weights, kernel="triton")
+        want = quantize_index_query(q, weights, kernel="torch")
+        case.compare("codes", *(values.view(torch.uint8) for values, _ in (got, want)))
+        case.compare("weights", got[1], want[1])
 
 
 @pytest.mark.parametrize("case", without_bf16(RECORD_CASES), ids=named)

@@ -20,6 +20,7 @@ from kernels.triton.aot import SHARED_MEMORY, compile_for
 from topkapi.context import Context
 from topkapi.device import DeviceInfo
 from topkapi.kernels.triton import (
+    index_queries,
     indexer_logits,
     records,
     select,
@@ -42,6 +43,8 @@ TYPES = {
 }
 FP8 = torch.uint8
 BF16 = torch.bfloat16
+F32 = torch.float32
+E4M3 = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,7 @@ def write_and_gather() -> None:
         records.write_latent(kv_cache, slots, meta(9, 512, dtype=BF16), meta(9, 64, dtype=BF16))
         records.gather_latent(kv_cache, slots, dtype=BF16)
     records.write_index_key(meta(9, 64 * 132, dtype=FP8), slots, meta(9, 128, dtype=BF16))
+    index_queries.quantize_index_query(meta(9, 64, 128, dtype=BF16), meta(9, 64, dtype=F32))
 
 
 def one_step() -> None:
@@ -166,6 +170,8 @@ CALLS = {
     "select prefill fp8": selection(4096, 1, 64, 128, FP8),
     "select prefill bf16": selection(4096, 1, 16, 128, BF16),
     "select decode fp8": selection(64, 64, 32, 128, FP8),
+    "select prefill fp8 queries": selection(4096, 1, 64, 128, FP8, E4M3),
+    "select decode fp8 queries": selection(64, 64, 32, 128, FP8, E4M3),
     "select fp32 dim 32": selection(256, 2, 5, 32, torch.float32, torch.float32),
     "records": write_and_gather,
     "step metadata": one_step,
@@ -183,6 +189,7 @@ KERNELS = (
     (records, "_write_latent"),
     (records, "_write_index_key"),
     (records, "_gather_latent"),
+    (index_queries, "_quantize"),
     (step_metadata, "_fill"),
 )
 # Bytes of stack a thread that a kernel may use: what is kept there is touched outside its loops.

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from topkapi.context import Context
-from topkapi.kernels.torch_cpu.fp8 import read_index_keys
+from topkapi.kernels.torch_cpu.fp8 import e4m3_to_fp32, read_index_keys
 from topkapi.reference.indexer import context_slots
 
 BLOCK_POSITIONS = 512
@@ -158,7 +158,9 @@ def _tiles(
     for first in range(begin, end, step):
         last = min(first + step, end)
         missing = max(least - (last - first), 0)
-        tile_q = q[first:last].float()
+        tile_q = q[first:last]
+        fp8 = tile_q.dtype == torch.float8_e4m3fn
+        tile_q = e4m3_to_fp32(tile_q.contiguous().view(torch.uint8)) if fp8 else tile_q.float()
         tile_weights = weights[first:last].float()
         if missing:
             tile_q = torch.nn.functional.pad(tile_q, (0, 0, 0, 0, 0, missing))

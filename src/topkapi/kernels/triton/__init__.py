@@ -19,6 +19,7 @@ _OPS = (
     "write_index_key",
     "gather_latent",
     "step_metadata",
+    "quantize_index_query",
 )
 
 
@@ -36,6 +37,7 @@ def _records() -> tuple[Kernel, ...]:
             Kernel("triton", op, _refuse_without_triton, _launch_without_triton) for op in _OPS
         )
     from topkapi.kernels.triton import (
+        index_queries,
         indexer_logits,
         records,
         select,
@@ -53,6 +55,7 @@ def _records() -> tuple[Kernel, ...]:
         records.WRITE_INDEX_KEY,
         records.GATHER_LATENT,
         step_metadata.STEP_METADATA,
+        index_queries.QUANTIZE_INDEX_QUERY,
     )
 
 

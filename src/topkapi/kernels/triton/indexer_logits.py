@@ -170,6 +170,8 @@ def launch_scores(
     compute = q.dtype
     if compute == torch.float8_e4m3fn and not (fp8 and native_fp8(device)):
         compute = torch.float16
+        # Exact. Not in the kernel: without fp8 products Triton has no such type either.
+        q = q.to(compute)
     elif not fp8 and index_cache.dtype != q.dtype:
         compute = torch.float32
     dequantise = fp8 and compute.itemsize > 1

@@ -21,10 +21,19 @@ from topkapi.layout.latent import LATENT_FP8, latent_layout
 
 
 @triton.jit
-def _largest(values, axis: tl.constexpr, spoiled: tl.constexpr):
+def largest(values, axis: tl.constexpr, spoiled: tl.constexpr):
     """max(|values|) along an axis, or `spoiled` where there is a NaN (which tl.max would skip)."""
     has_nan = tl.max((values != values).to(tl.int32), axis=axis) > 0
     return tl.where(has_nan, float(spoiled), tl.max(tl.abs(values), axis=axis))
+
+
+@triton.jit
+def power_of_two_scale(amax):
+    """`2^ceil(log2(max(amax, 1e-4) / 448))`, to the bit `reference.power_of_two_scale`."""
+    # 448 is 1.75 * 2^8: the exponent of amax, less 8, plus one if its mantissa is above 1.75.
+    bits = tl.maximum(amax, 1e-4).to(tl.int32, bitcast=True)
+    raised = ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+    return (((bits >> 23) - 8 + raised) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -56,7 +65,7 @@ def _write_latent(
         tl.store(record + L + rope_dim, turned.to(element), mask=rope_dim < P)
     else:
         value = value.to(tl.float32)  # [GROUPS, SPAN]
-        scale = tl.div_rn(_largest(value, 1, "nan"), 448.0)
+        scale = tl.div_rn(largest(value, 1, "nan"), 448.0)
         scale = tl.where(scale < 1.1754943508222875e-38, 1.1754943508222875e-38, scale)
         code = encode(tl.div_rn(value, tl.broadcast_to(scale[:, None], [GROUPS, SPAN])))
         tl.store(record + dim, code, mask=dim < L)
@@ -83,11 +92,7 @@ def _write_index_key(
     value = tl.load(keys + token * keys_stride + dim, mask=dim < D, other=0.0)
     if FP8:
         value = value.to(tl.float32)
-        # 448 is 1.75 * 2^8: the exponent of amax, less 8, plus one if its mantissa is above 1.75.
-        amax = tl.maximum(_largest(value, 0, "inf"), 1e-4)
-        bits = amax.to(tl.int32, bitcast=True)
-        raised = ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
-        scale = (((bits >> 23) - 8 + raised) << 23).to(tl.float32, bitcast=True)
+        scale = power_of_two_scale(largest(value, 0, "inf"))
         page = index_cache + (slot // PAGE_SIZE) * PAGE_BYTES
         offset = slot % PAGE_SIZE
         tl.store(page + offset * D + dim, encode(value / scale), mask=dim < D)

@@ -37,10 +37,8 @@ def target_of(tensor: torch.Tensor) -> DeviceInfo:
 
 
 def native_fp8(device: DeviceInfo) -> bool:
-    """Whether the device converts and multiplies e4m3 (OCP, `fp8e4nv`) itself."""
-    if device.backend == "cuda":
-        return int(device.arch) >= 89
-    return device.arch == "gfx950"
+    """Whether Triton's `fp8e4nv` may be used on the device."""
+    return device.multiplies_fp8
 
 
 def float32_precision(device: DeviceInfo) -> str:
