@@ -21,6 +21,9 @@ from topkapi.errors import ConfigError, RequestError, UnsupportedModelError
 from topkapi.models.absorbed import AbsorbedWeights
 from topkapi.models.attention import DsaStep
 from topkapi.models.decoder import compute_logits, run_decoder
+from where import DEVICE
+
+pytestmark = pytest.mark.any_device
 
 FAMILY = BY_NAME["deepseek_v32"]
 IDS, MASK = prompt([30, 21])
@@ -90,7 +93,7 @@ def test_an_attached_model_may_change_its_dtype_and_be_saved(tmp_path: Path) -> 
     assert out.cache._pool.get_key_buffer(0).dtype == torch.bfloat16
     model.save_pretrained(tmp_path)
     saved = type(oracle).from_pretrained(tmp_path)
-    assert (logits(saved.float()) - logits(oracle)).abs().median() < 0.2
+    assert (logits(saved.float().to(DEVICE)) - logits(oracle)).abs().median() < 0.2
     assert saved.model.layers[0].self_attn.kv_b_proj.weight.dtype == torch.float32
 
 
@@ -213,7 +216,7 @@ def test_positional_arguments_and_transformers_own_checks_still_work() -> None:
 
 
 def fp8_projection(plain: nn.Linear, block: int) -> FP8Linear:
-    layer = FP8Linear(plain.in_features, plain.out_features, block_size=(block, block))
+    layer = FP8Linear(plain.in_features, plain.out_features, block_size=(block, block)).to(DEVICE)
     scales = torch.empty_like(layer.weight_scale_inv)
     with torch.no_grad():
         for i in range(scales.shape[0]):
@@ -256,13 +259,15 @@ def test_a_model_with_fp8_projections_is_near() -> None:
 def flat_step(model: Any, lengths: list[int]) -> tuple[DsaStep, torch.Tensor]:
     """What an engine sets up: pools, a table, one batch, and the flattened positions."""
     config = topkapi.DsaConfig.from_hf(model.config)
-    pool = NSATokenToKVPool(config, 1 + len(lengths), kv_cache_dtype="fp32")
-    table = ReqToTokenPool(len(lengths), 64)
+    pool = NSATokenToKVPool(config, 1 + len(lengths), kv_cache_dtype="fp32", device=DEVICE)
+    table = ReqToTokenPool(len(lengths), 64, DEVICE)
     rows = table.alloc(len(lengths))
     for page, row in enumerate(reversed(rows), start=1):
         table.req_to_token[row] = torch.arange(64) + 64 * page
     batch = ForwardBatch.from_lengths(ForwardMode.EXTEND, lengths, lengths, rows, table, pool)
-    backend = NativeSparseAttnBackend(config, req_to_token_pool=table, token_to_kv_pool=pool)
+    backend = NativeSparseAttnBackend(
+        config, req_to_token_pool=table, token_to_kv_pool=pool, device=DEVICE
+    )
     backend.init_forward_metadata(batch)
     return DsaStep(backend, batch), batch.positions
 

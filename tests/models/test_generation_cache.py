@@ -13,6 +13,8 @@ from peers.tiny_models import BY_NAME, prompt
 from topkapi.errors import ConfigError, RequestError
 from topkapi.models.generation_cache import DsaCache
 
+pytestmark = pytest.mark.any_device
+
 LENGTHS = [45, 70, 9]
 TOLERANCE = 1e-4
 
@@ -146,7 +148,7 @@ def test_growth_is_amortised(model: Any, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_column_that_is_padding_everywhere_changes_nothing(model: Any) -> None:
     cache, ids, mask = filled(model)
-    ids, mask = (torch.cat((part, torch.zeros(3, 2, dtype=part.dtype)), 1) for part in (ids, mask))
+    ids, mask = (torch.cat((part, part.new_zeros(3, 2)), 1) for part in (ids, mask))
     out = run(model, ids, mask, cache)
     assert out.logits.shape[1] == 2
     assert (cache.get_seq_length(), cache.lengths) == (72, LENGTHS)

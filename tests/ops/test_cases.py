@@ -19,6 +19,9 @@ from cases import (
     poisoned_memory,
 )
 from topkapi import ops, reference
+from where import DEVICE
+
+pytestmark = pytest.mark.any_device
 
 
 def named(case: Any) -> str:
@@ -27,7 +30,7 @@ def named(case: Any) -> str:
 
 @pytest.mark.parametrize("case", SPARSE_MLA_CASES, ids=named)
 def test_sparse_mla(case: SparseMlaCase) -> None:
-    inputs = case.make()
+    inputs = case.make(DEVICE)
     with poisoned_memory():
         got = ops.sparse_mla(**inputs, kernel="torch")
     case.compare(got, inputs)
@@ -35,7 +38,7 @@ def test_sparse_mla(case: SparseMlaCase) -> None:
 
 @pytest.mark.parametrize("case", TOPK_CASES, ids=named)
 def test_topk(case: TopkCase) -> None:
-    inputs = case.make()
+    inputs = case.make(DEVICE)
     with poisoned_memory():
         got = ops.topk(**inputs, kernel="torch")
     case.compare(got, inputs)
@@ -43,7 +46,7 @@ def test_topk(case: TopkCase) -> None:
 
 @pytest.mark.parametrize("case", SELECT_CASES, ids=named)
 def test_indexer_logits(case: SelectCase) -> None:
-    inputs = case.make()
+    inputs = case.make(DEVICE)
     del inputs["k"]
     with poisoned_memory():
         got = ops.indexer_logits(**inputs, kernel="torch")
@@ -53,7 +56,7 @@ def test_indexer_logits(case: SelectCase) -> None:
 @pytest.mark.parametrize("output", ["slots", "positions"])
 @pytest.mark.parametrize("case", SELECT_CASES, ids=named)
 def test_select(case: SelectCase, output: Any) -> None:
-    inputs = case.make()
+    inputs = case.make(DEVICE)
     with poisoned_memory():
         got = ops.select(**inputs, output=output, kernel="torch")
     case.compare(got, inputs, output)
@@ -61,10 +64,12 @@ def test_select(case: SelectCase, output: Any) -> None:
 
 @pytest.mark.parametrize("case", RECORD_CASES, ids=named)
 def test_write_latent_and_write_index_key(case: RecordCase) -> None:
-    inputs = case.make()
+    inputs = case.make(DEVICE)
     want = case.written(inputs)
-    ops.write_latent(inputs["kv_cache"], inputs["slots"], inputs["latent"], inputs["rope"])
-    ops.write_index_key(inputs["index_cache"], inputs["slots"], inputs["keys"])
+    ops.write_latent(
+        inputs["kv_cache"], inputs["slots"], inputs["latent"], inputs["rope"], kernel="torch"
+    )
+    ops.write_index_key(inputs["index_cache"], inputs["slots"], inputs["keys"], kernel="torch")
     for name, cache in want.items():
         case.compare(name, inputs[name], cache)
 
@@ -72,10 +77,11 @@ def test_write_latent_and_write_index_key(case: RecordCase) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", RECORD_CASES, ids=named)
 def test_gather_latent(case: RecordCase, dtype: torch.dtype) -> None:
-    inputs = case.make()
-    cache = case.written(inputs)["kv_cache"]
-    slots = torch.cat((torch.tensor([-1]), inputs["slots"], torch.tensor([-1])))
-    got = ops.gather_latent(cache, slots, v_dim=case.latent, dtype=dtype)
+    inputs = case.make(DEVICE)
+    cache = case.written(inputs)["kv_cache"].to(DEVICE)
+    none = inputs["slots"].new_full((1,), -1)
+    slots = torch.cat((none, inputs["slots"], none))
+    got = ops.gather_latent(cache, slots, v_dim=case.latent, dtype=dtype, kernel="torch")
     want = reference.gather_latent(cache, slots, v_dim=case.latent, dtype=dtype)
     case.compare("gathered", got, want)
     assert got.shape == (case.tokens + 2, case.latent + case.rope)

@@ -12,6 +12,8 @@ from torch.utils._pytree import tree_leaves
 import topkapi
 from peers.tiny_models import BY_NAME, prompt, twins
 
+pytestmark = pytest.mark.any_device
+
 # Large beside the torch kernels' scratch, which is 512 x 512 whatever the context.
 CONTEXT = 900
 HEADS = 16

@@ -13,6 +13,9 @@ import torch
 
 import topkapi
 from peers.tiny_models import BY_NAME, FAMILIES, TOPK, VOCAB, Family, prompt, twins
+from where import DEVICE
+
+pytestmark = pytest.mark.any_device
 
 LENGTHS = [50, 37, 3, 64]
 STEPS = 32
@@ -54,7 +57,7 @@ def test_prefill_and_decode_match_transformers(family: Family) -> None:
     assert largest(torch.stack(ours.logits) - torch.stack(theirs.logits)) < TOLERANCE
     assert ours.sequences.shape[1] > 4 * TOPK
     sequences = theirs.sequences
-    grown = torch.cat((mask, torch.ones(len(LENGTHS), STEPS, dtype=mask.dtype)), dim=1)
+    grown = torch.cat((mask, mask.new_ones(len(LENGTHS), STEPS)), dim=1)
     full = logits(model, sequences, grown)
     assert largest(full - logits(oracle, sequences, grown)) < TOLERANCE
     uncached = greedy(model, ids, mask, use_cache=False, max_new_tokens=5)
@@ -69,7 +72,7 @@ def test_a_returned_cache_is_continued(family: Family) -> None:
     start = greedy(model, ids, mask, max_new_tokens=4)
     turn, _ = prompt([9, 9], seed=1)
     longer = torch.cat((start.sequences, turn), dim=1)
-    extra = torch.ones(2, longer.shape[1] - mask.shape[1], dtype=mask.dtype)
+    extra = mask.new_ones(2, longer.shape[1] - mask.shape[1])
     longer_mask = torch.cat((mask, extra), dim=1)
     assert start.cache.get_seq_length() == start.sequences.shape[1] - 1
     ours = greedy(model, longer, longer_mask, max_new_tokens=8, cache=start.cache)
@@ -158,6 +161,7 @@ def test_padding_may_be_anywhere(name: str) -> None:
     ids, _ = prompt([60] * 4)
     mask = (torch.rand(4, 60, generator=torch.Generator().manual_seed(3)) < 0.7).long()
     mask[0, 40:], mask[1, :20], mask[2] = 0, 0, 1
+    mask = mask.to(DEVICE)
     assert largest(logits(model, ids, mask) - logits(oracle, ids, mask)) < TOLERANCE
 
 
@@ -167,6 +171,7 @@ def test_packed_sequences_do_not_see_each_other() -> None:
     ids, _ = prompt([60, 60])
     lengths = ([17, 1, 42], [30, 29, 1])
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+    positions = positions.to(DEVICE)
     with torch.no_grad():
         ours, theirs = (
             m(input_ids=ids, position_ids=positions, use_cache=False).logits

@@ -14,6 +14,8 @@ import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
+from where import DEVICE
+
 VOCAB = 97
 TOPK = 8
 
@@ -71,7 +73,9 @@ class Family:
         return CONFIG_MAPPING[self.model_type](first_k_dense_replace=1, **sizes)
 
     def build(self, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-        """A model in evaluation mode on eager attention, the same weights for the same seed."""
+        """A model in evaluation mode on eager attention, the same weights for the same seed, on the
+        device of the suites.
+        """
         torch.manual_seed(self.seed)
         config = self.config(initializer_range=0.25, **changes)
         config._attn_implementation = "eager"
@@ -84,7 +88,7 @@ class Family:
                     parameter.add_(0.2 * noise)
         model.generation_config.pad_token_id = 0
         model.generation_config.eos_token_id = None
-        return model.to(dtype).eval().requires_grad_(False)
+        return model.to(DEVICE, dtype).eval().requires_grad_(False)
 
 
 FAMILIES = (
@@ -121,4 +125,4 @@ def prompt(lengths: list[int], seed: int = 0) -> tuple[torch.Tensor, torch.Tenso
     ids = torch.randint(3, VOCAB, (len(lengths), width), generator=generator)
     columns = torch.arange(width)
     mask = (columns[None] >= width - torch.tensor(lengths)[:, None]).long()
-    return ids * mask, mask
+    return (ids * mask).to(DEVICE), mask.to(DEVICE)
