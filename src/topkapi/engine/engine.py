@@ -18,6 +18,7 @@ from typing import Protocol
 
 from topkapi.engine.detokenizer import Decoder, Detokenizer, OutputText
 from topkapi.engine.grammar import GrammarCompiler
+from topkapi.engine.graphs import GraphStats
 from topkapi.engine.request import (
     FinishReason,
     Request,
@@ -78,10 +79,11 @@ class Engine:
         *,
         timeline: Timeline | None = None,
         selection: SelectionStats | None = None,
+        graphs: Callable[[], GraphStats] = GraphStats,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`timeline` and `selection` are the runner's, read here; `clock` gives seconds, for
-        timeouts.
+        """`timeline`, `selection` and `graphs` are the runner's, read here; `clock` gives seconds,
+        for timeouts.
         """
         self.limits = limits
         self.scheduler = scheduler
@@ -92,6 +94,7 @@ class Engine:
         self._next_id = 0
         self._timeline = timeline or Timeline()
         self._selection = selection
+        self._graphs = graphs
         self._clock = clock
         self._steps = 0
         self._computed_tokens = 0
@@ -200,6 +203,7 @@ class Engine:
             seconds=dict(self._timeline.seconds),
             cache=CacheStats.of(scheduler.leases, scheduler.num_looked_up, scheduler.num_found),
             selection=self._selection.read() if self._selection else [],
+            graphs=self._graphs(),
         )
 
     def _expire(self) -> list[RequestUpdate]:

@@ -6,7 +6,8 @@ The one place of the engine that sizes memory. Knows nothing about prompts or te
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +24,9 @@ from topkapi.cache import (
     ReqToTokenPool,
 )
 from topkapi.config import BackendOptions, DsaConfig
+from topkapi.engine.cuda_recorder import CudaRecorder
 from topkapi.engine.engine import Engine, EngineLimits
+from topkapi.engine.graphs import GraphStats, PaddedSizes, Recorder
 from topkapi.engine.parallel_runner import CheckedBackend, Place
 from topkapi.engine.runner import Runner
 from topkapi.engine.scheduler import Scheduler, SchedulerLimits
@@ -60,6 +63,9 @@ class EngineOptions:
     host_cache_tokens: int = 0
     trace: Path | None = None
     selection_stats_every: int = 0
+    cuda_graphs: bool = True
+    cuda_graph_batch_sizes: tuple[int, ...] | None = None
+    compile: bool = False
     backend: BackendOptions = field(default_factory=BackendOptions)
 
     def __post_init__(self) -> None:
@@ -75,6 +81,7 @@ class EngineOptions:
         if not 0 < self.memory_fraction <= 1:
             raise ConfigError(f"memory_fraction: expected (0, 1], got {self.memory_fraction}")
         check_num_steps(self.speculative_num_steps)
+        PaddedSizes(self.max_running_requests, self.cuda_graph_batch_sizes)
 
 
 def make_engine(
@@ -125,7 +132,48 @@ def make_engine(
     else:
         runner = SpeculativeRunner(model, backend, rows, pool, speculation, timeline)
         scheduler.wanted_drafts = runner.wanted_drafts
-    return Engine(runner, scheduler, limits, tokenizer, timeline=timeline, selection=selection)
+    off = _no_graphs(options, device, place)
+    if not off:
+        _start_graphs(runner, options, CudaRecorder(device), timeline, selection)
+    return Engine(
+        runner,
+        scheduler,
+        limits,
+        tokenizer,
+        timeline=timeline,
+        selection=selection,
+        graphs=lambda: runner.graph_stats() or GraphStats(off=off),
+    )
+
+
+def _no_graphs(options: EngineOptions, device: torch.device, place: Place | None) -> str:
+    """Why no steps are captured; empty where they are."""
+    if not options.cuda_graphs:
+        return "cuda_graphs=False"
+    if device.type != "cuda":
+        return f"the device is {device.type}"
+    return "" if place is None else "the model is split over several ranks"
+
+
+def _start_graphs(
+    runner: Runner,
+    options: EngineOptions,
+    recorder: Recorder,
+    timeline: Timeline,
+    selection: SelectionStats,
+) -> None:
+    """Capture from now on, and the sizes that the user named at once."""
+
+    @contextmanager
+    def quiet() -> Iterator[None]:
+        with timeline.paused(), selection.paused():
+            yield
+
+    sizes = PaddedSizes(options.max_running_requests, options.cuda_graph_batch_sizes)
+    runner.use_graphs(recorder, sizes, quiet)
+    runner.next_pass_is_watched = selection.next_pass_is_watched
+    if options.cuda_graph_batch_sizes:
+        runner.warm_up()
 
 
 def _make_leases(

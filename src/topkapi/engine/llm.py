@@ -12,7 +12,7 @@ chat template) raises `ConfigError`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self, cast
 
@@ -24,6 +24,7 @@ from topkapi.config import BackendOptions, DsaConfig
 from topkapi.engine.engine import Engine
 from topkapi.engine.launch import EngineOptions, eos_token_ids, make_engine
 from topkapi.engine.parallel import RemoteEngine, make_parallel_engine, rank_spec
+from topkapi.engine.prompts import as_prompts, completions, one_each
 from topkapi.engine.rank import ParallelOptions
 from topkapi.engine.request import (
     Prompt,
@@ -72,6 +73,9 @@ class LLM:
         host_cache_tokens: int = 0,
         trace: str | Path | None = None,
         selection_stats_every: int = 0,
+        cuda_graphs: bool = True,
+        cuda_graph_batch_sizes: Sequence[int] | None = None,
+        compile: bool = False,
         backend_options: BackendOptions | None = None,
         config_overrides: Mapping[str, Any] | None = None,
         tensor_parallel_size: int = 1,
@@ -104,6 +108,11 @@ class LLM:
                 events then, which costs a little.
             selection_stats_every: look at what the indexers select in every Nth forward pass, for
                 `stats`; 0 is never.
+            cuda_graphs: on a GPU, replay decoding and verifying steps as CUDA graphs; what cannot
+                be captured runs as it is, with a warning. Not over several ranks.
+            cuda_graph_batch_sizes: a batch is filled up to the next of these sizes, whose decoding
+                steps are captured at once; None is powers of two, each captured when it is met.
+            compile: run what is not attention through `torch.compile`.
             backend_options: None reads the `TOPKAPI_` environment variables.
             config_overrides: fields of the model's config to change before loading, such as
                 `{"index_topk": 1024}`.
@@ -128,6 +137,11 @@ class LLM:
             host_cache_tokens=host_cache_tokens,
             trace=None if trace is None else Path(trace),
             selection_stats_every=selection_stats_every,
+            cuda_graphs=cuda_graphs,
+            cuda_graph_batch_sizes=None
+            if cuda_graph_batch_sizes is None
+            else tuple(cuda_graph_batch_sizes),
+            compile=compile,
             backend=BackendOptions.from_environment()
             if backend_options is None
             else backend_options,
@@ -187,9 +201,9 @@ class LLM:
         `timeout` (seconds) hold for all, see `Urgency`. A bad prompt gets an output with
         `finish_reason="error"`; the others finish.
         """
-        wanted = _as_prompts(prompts)
+        wanted = as_prompts(prompts)
         urgency = Urgency(priority, timeout)
-        return self._complete(wanted, _one_each(sampling_params, len(wanted)), use_tqdm, urgency)
+        return self._complete(wanted, one_each(sampling_params, len(wanted)), use_tqdm, urgency)
 
     def chat(
         self,
@@ -215,7 +229,7 @@ class LLM:
             except RequestError as error:
                 prompts.append(error)
         urgency = Urgency(priority, timeout)
-        return self._complete(prompts, _one_each(sampling_params, len(prompts)), use_tqdm, urgency)
+        return self._complete(prompts, one_each(sampling_params, len(prompts)), use_tqdm, urgency)
 
     def stream(
         self,
@@ -283,7 +297,7 @@ class LLM:
         order: list[int] = []
         pending: set[int] = set()
         try:
-            for prompt, choice in _completions(prompts, params):
+            for prompt, choice in completions(prompts, params):
                 admitted = self._admit(prompt, choice, urgency)
                 if isinstance(admitted, RequestOutput):
                     outputs[admitted.request_id] = admitted
@@ -362,34 +376,3 @@ def _load(
     if tokenizer is None:
         tokenizer = find_tokenizer(path)
     return load_model(path, dtype, device, config_overrides=config_overrides), tokenizer
-
-
-def _completions(
-    prompts: Sequence[Prompt | RequestError], params: Sequence[SamplingParams]
-) -> Iterator[tuple[Prompt | RequestError, SamplingParams]]:
-    """Every completion wanted, prompt by prompt."""
-    for prompt, choice in zip(prompts, params, strict=True):
-        for completion in choice.completions():
-            yield prompt, completion
-
-
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt (a text, or a list that holds a number) or several, as a list of prompts."""
-    if isinstance(prompts, str):
-        return [prompts]
-    items = list(prompts)
-    if items and not any(isinstance(item, str | Sequence) for item in items):
-        return [cast("list[int]", items)]
-    return cast("list[Prompt]", items)
-
-
-def _one_each(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> list[SamplingParams]:
-    params = SamplingParams() if params is None else params
-    several = [params] * count if isinstance(params, SamplingParams) else list(params)
-    if len(several) != count or not all(isinstance(item, SamplingParams) for item in several):
-        raise ConfigError(
-            f"sampling_params: expected one SamplingParams, or a list of {count}, got {params!r}"
-        )
-    return several

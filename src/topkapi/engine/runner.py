@@ -1,12 +1,14 @@
 """How a scheduled batch becomes one forward pass, and its logits the next tokens.
 
 Lays the chunks flat (no padding), writes new pages into the request-to-token table, runs the
-decoder, computes logits at the last row of the chunks that sample, and samples. Decides nothing.
+decoder (or replays a captured step, see `step_graphs`), computes logits at the last row of the
+chunks that sample, and samples. Decides nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -15,10 +17,12 @@ import torch
 from topkapi.attention.backend import NativeSparseAttnBackend
 from topkapi.attention.forward_batch import ForwardBatch, ForwardMode
 from topkapi.cache import NSATokenToKVPool, ReqToTokenPool
+from topkapi.engine.graphs import GraphStats, PaddedSizes, Recorder
 from topkapi.engine.logprobs import chosen_to_host, note_prompt_logprobs
 from topkapi.engine.request import Sampled, SamplingRow
 from topkapi.engine.sampler import Sampler
 from topkapi.engine.scheduler import Batch, Chunk
+from topkapi.engine.step_graphs import ModelGraphs
 from topkapi.engine.step_plan import StepPlan
 from topkapi.engine.timeline import Timeline
 from topkapi.models.attention import DsaStep
@@ -27,7 +31,14 @@ from topkapi.models.row_invariant import prepare
 
 
 class Runner:
-    """One model on one device, over one set of pools."""
+    """One model on one device, over one set of pools.
+
+    Attributes:
+        next_pass_is_watched: whether the next forward pass must run module by module, for somebody
+            who looks at the modules; asked once before each that could be replayed.
+    """
+
+    next_pass_is_watched: Callable[[], bool] | None = None
 
     def __init__(
         self,
@@ -44,6 +55,7 @@ class Runner:
         self._sampler = Sampler()
         self._device = rows.req_to_token.device
         self._timeline = timeline or Timeline()
+        self._graphs: ModelGraphs | None = None
         if backend.options.deterministic:
             prepare(model)
 
@@ -55,23 +67,77 @@ class Runner:
         asked for); not at all when no chunk samples. Log-probabilities of prompts are noted in
         their requests.
         """
-        hidden = self.forward(StepPlan.of(batch.chunks))
+        plan = StepPlan.of(batch.chunks)
+        hidden, all_logits = self._compute(plan, None, lambda: self.forward(plan))
         note_prompt_logprobs(batch.chunks, hidden, lambda rows: compute_logits(self._model, rows))
         self._timeline.end("rest")
         rows = [SamplingRow(chunk.request) for chunk in batch.chunks if chunk.samples]
         if not rows:
             return []
-        last_rows = self._to_device(_last_rows(batch.chunks))
-        logits = compute_logits(self._model, hidden[last_rows])
+        logits = self._logits(hidden, all_logits, _last_rows(batch.chunks))
         self._timeline.end("rest")
         counts = [row.request.params.logprobs for row in rows]
         return chosen_to_host(self._sampler.sample(logits, rows), counts)
+
+    def use_graphs(
+        self,
+        recorder: Recorder,
+        sizes: PaddedSizes,
+        quiet: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        """Replay decode steps from now on. `quiet()` holds off whoever watches the modules."""
+        self._graphs = ModelGraphs(
+            self._model,
+            self._backend,
+            self._rows,
+            self._pool,
+            recorder=recorder,
+            sizes=sizes,
+            quiet=quiet,
+        )
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Capture the decode steps of all sizes now, rather than when they are met."""
+        if self._graphs is not None:
+            self._graphs.warm_up()
+
+    def graph_stats(self) -> GraphStats | None:
+        """None where nothing is to be captured. Memory is asked of the device; no wait."""
+        return None if self._graphs is None else self._graphs.graphs.stats()
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> torch.Tensor:
         """Run the decoder and cache the new tokens: hidden states `[T, hidden]`. Never syncs."""
         self._map_pages(plan)
         return self._decode(plan, plan.mode, self._to_device(plan.token_ids))
+
+    def _compute(
+        self, plan: StepPlan, drafts: torch.Tensor | None, run: Callable[[], torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Hidden states `[T, hidden]`: `run`'s, or those of the captured step where there is one,
+        which has logits `[T, V]`, too. `drafts [B, k]` where every request has k of them.
+        """
+        graphs, watched = self._graphs, self.next_pass_is_watched
+        if graphs is None or not graphs.takes(plan, drafts) or (watched and watched()):
+            return run(), None
+        self._map_pages(plan)
+        step = graphs.start(plan, drafts)
+        if step is None:
+            return run(), None
+        self._timeline.end("metadata")
+        outputs = step.replay()
+        self._timeline.end("graph")
+        return outputs
+
+    def _logits(
+        self, hidden: torch.Tensor, all_logits: torch.Tensor | None, rows: Sequence[int]
+    ) -> torch.Tensor:
+        """Logits `[len(rows), V]` of these rows of the step."""
+        if all_logits is None:
+            return compute_logits(self._model, hidden[self._to_device(rows)])
+        whole = len(rows) == len(all_logits)
+        return all_logits if whole else all_logits[self._to_device(rows)]
 
     def _decode(self, plan: StepPlan, mode: ForwardMode, token_ids: torch.Tensor) -> torch.Tensor:
         """The decoder over `token_ids [T]`, whose pages are mapped."""

@@ -6,7 +6,8 @@ read when somebody asks. Rows whose context is not longer than k choose nothing 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +47,7 @@ class SelectionStats:
         self._backend = backend
         self._every = every
         self._step = -1
+        self._paused = False
         config, device = backend.config, backend.device
         self._layers = [i for i in range(config.num_hidden_layers) if config.owns_indexer(i)]
         # Columns: rows, and the sums of LayerSelection's four figures.
@@ -62,6 +64,8 @@ class SelectionStats:
 
     def look(self, layer_id: int) -> None:
         """Add the layer's selection of this step, if it is one to look at. Never synchronises."""
+        if self._paused:
+            return
         self._step += layer_id == self._layers[0]
         metadata = self._backend.forward_metadata
         if self._step % self._every or metadata is None:
@@ -69,6 +73,23 @@ class SelectionStats:
         slots = metadata.selection.slots
         if slots is not None and not metadata.selects_everything:
             self._sums[layer_id] += _figures(metadata, slots, self._backend.token_to_kv_pool.size)
+
+    def next_pass_is_watched(self) -> bool:
+        """Whether the next forward pass is one to look at. Where it is not it counts as done: the
+        modules need not be called.
+        """
+        watched = self._every > 0 and (self._step + 1) % self._every == 0
+        self._step += not watched
+        return watched
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Calls in here are not looked at: a module that is captured, not run."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
 
     def read(self) -> list[LayerSelection]:
         """The averages so far of every layer that was looked at. Waits for the device."""

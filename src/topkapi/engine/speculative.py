@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -35,14 +35,13 @@ from topkapi.engine.request import Request, Sampled, SamplingRow
 from topkapi.engine.runner import Runner
 from topkapi.engine.sampler import ACCEPT, Logprobs, SampledTokens, uniform
 from topkapi.engine.scheduler import Batch, Chunk
+from topkapi.engine.speculation_stats import MAX_DRAFTS, SpeculationStats
 from topkapi.engine.step_plan import StepPlan
 from topkapi.engine.timeline import Timeline
 from topkapi.errors import ConfigError, UnsupportedModelError
 from topkapi.models.decoder import compute_logits
 from topkapi.models.mtp import MtpLayer, load_mtp
 from topkapi.reference.speculative import accept_greedy, accept_sampled
-
-MAX_DRAFTS = 4
 
 # The stream of uniforms that chooses the token after the accepted drafts.
 _AFTER = 2
@@ -94,37 +93,6 @@ def prepare_speculation(
     adapts = num_steps == "auto"
     length = DraftLength(MAX_DRAFTS if adapts else int(num_steps), adapts=adapts)
     return Speculation(mtp, length, next(model.parameters()).dtype)
-
-
-@dataclass
-class SpeculationStats:
-    """What speculation has done since the engine was made.
-
-    Attributes:
-        num_rounds: forward passes that verified drafts, counted once a request.
-        num_drafted, num_accepted: drafts, and those that were right.
-        accepted_at: how many rounds accepted the first, the second, ... draft.
-        num_steps: steps by how many drafts each request had; 0 are steps without.
-    """
-
-    num_rounds: int = 0
-    num_drafted: int = 0
-    num_accepted: int = 0
-    accepted_at: list[int] = field(default_factory=lambda: [0] * MAX_DRAFTS)
-    num_steps: list[int] = field(default_factory=lambda: [0] * (MAX_DRAFTS + 1))
-
-    @property
-    def acceptance_length(self) -> float | None:
-        """Tokens a verifying pass gave a request on average; None before the first."""
-        return 1 + self.num_accepted / self.num_rounds if self.num_rounds else None
-
-    def note(self, num_drafts: int, accepted: Sequence[int]) -> None:
-        self.num_steps[num_drafts] += 1
-        self.num_rounds += len(accepted)
-        self.num_drafted += num_drafts * len(accepted)
-        self.num_accepted += sum(accepted)
-        for place in range(num_drafts):
-            self.accepted_at[place] += sum(count > place for count in accepted)
 
 
 @dataclass(frozen=True)
@@ -193,22 +161,33 @@ class SpeculativeRunner(Runner):
         The host waits once, for the tokens; and once more for drafts that penalties or a grammar
         must know. A run that raises has stored nothing that a second one would trip over.
         """
-        began = time.perf_counter()
+        began = self._now()
         chunks = batch.chunks
         plan = StepPlan.of(chunks)
         self._map_pages(plan)
         self._drafter.begin(chunks)
         drafts = self._propose([chunk for chunk in chunks if chunk.num_drafts])
         self._timeline.end("draft")
-        hidden = self._verify(plan, chunks, drafts)
+        same = drafts is not None and all(chunk.num_drafts for chunk in chunks)
+        hidden, all_logits = self._compute(
+            plan,
+            drafts.tokens if drafts is not None and same else None,
+            lambda: self._verify(plan, chunks, drafts),
+        )
         note_prompt_logprobs(chunks, hidden, lambda rows: compute_logits(self._model, rows))
         self._timeline.end("rest")
         self._drafter.fill(chunks, hidden)
         self._timeline.end("draft")
-        results, accepted = self._choose(chunks, drafts, hidden)
+        logits = self._logits(hidden, all_logits, _logit_rows(chunks))
+        results, accepted = self._choose(chunks, drafts, logits)
         self._drafter.note(chunks, hidden, accepted)
-        self._count(chunks, accepted, time.perf_counter() - began)
+        self._count(chunks, accepted, self._now() - began)
         return results
+
+    def _now(self) -> float:
+        """Seconds on a clock that stands still while a step is captured."""
+        captured = 0.0 if self._graphs is None else self._graphs.graphs.capture_seconds
+        return time.perf_counter() - captured
 
     def _propose(self, chunks: Sequence[Chunk]) -> _Drafts | None:
         if not chunks:
@@ -245,14 +224,16 @@ class SpeculativeRunner(Runner):
         return self._decode(plan, mode, token_ids)
 
     def _choose(
-        self, chunks: Sequence[Chunk], drafts: _Drafts | None, hidden: torch.Tensor
+        self, chunks: Sequence[Chunk], drafts: _Drafts | None, logits: torch.Tensor
     ) -> tuple[list[Sampled], list[int]]:
-        """Every sampling chunk's tokens, and how many drafts each chunk that had some accepted."""
+        """Every sampling chunk's tokens, and how many drafts each chunk that had some accepted.
+
+        `logits` are those of the `_logit_rows`.
+        """
         sampling = [chunk for chunk in chunks if chunk.samples]
         if not sampling:
             return [], []
         rows = _sampling_rows(sampling, drafts)
-        logits = compute_logits(self._model, hidden[self._to_device(_logit_rows(chunks))])
         sampled = self._sampler.sample(logits, rows)
         accepted: list[int] = []
         if drafts is not None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from topkapi.cache.leases import PageLeases
+from topkapi.engine.graphs import GraphStats
 from topkapi.engine.selection_stats import LayerSelection
 
 
@@ -60,7 +61,7 @@ class EngineStats:
     """Counters since the engine was made, and how it stands.
 
     `seconds` by phase, see `timeline`. `finished` counts requests by finish reason. `selection` is
-    empty unless asked for.
+    empty unless asked for. `graphs` are the steps that are replayed.
     """
 
     running: int
@@ -72,6 +73,7 @@ class EngineStats:
     seconds: dict[str, float]
     cache: CacheStats
     selection: list[LayerSelection]
+    graphs: GraphStats = field(default_factory=GraphStats)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, rates included."""

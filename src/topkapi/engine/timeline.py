@@ -12,7 +12,8 @@ the rest, and most of the time is in `sample`, where the host waits.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,7 +22,8 @@ import torch
 
 from topkapi.engine.trace import ChromeTrace, Span
 
-PHASES = ("schedule", "draft", "metadata", "attention", "rest", "sample", "output")
+# `graph` is a replayed step of the model: its attention and its rest at once.
+PHASES = ("schedule", "draft", "metadata", "attention", "rest", "graph", "sample", "output")
 
 
 class Clock(Protocol):
@@ -96,6 +98,15 @@ class Timeline:
         """What has happened since the last mark was `phase`. Nothing outside of a step."""
         if self._marks:
             self._marks.append((phase, self._clock.mark()))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What ends in here is not noted: a module that is captured, not run."""
+        marks, self._marks = self._marks, []
+        try:
+            yield
+        finally:
+            self._marks = marks
 
     def finish(self, name: str, counters: dict[str, int]) -> None:
         """The step called `name` is over; `counters` are drawn beside it in a trace."""
