@@ -26,7 +26,7 @@ from topkapi.cache import (
 from topkapi.config import BackendOptions, DsaConfig
 from topkapi.engine.cuda_recorder import CudaRecorder
 from topkapi.engine.engine import Engine, EngineLimits
-from topkapi.engine.graphs import GraphStats, PaddedSizes, Recorder
+from topkapi.engine.graphs import GraphStats, PaddedSizes
 from topkapi.engine.parallel_runner import CheckedBackend, Place
 from topkapi.engine.runner import Runner
 from topkapi.engine.scheduler import Scheduler, SchedulerLimits
@@ -118,11 +118,10 @@ def make_engine(
         options=options.backend,
     )
     limits = EngineLimits(int(model.config.vocab_size), max_length, eos)
-    modules = attention_modules(model, config)
     timeline = Timeline(device, options.trace)
-    timeline.watch(modules)
     selection = SelectionStats(backend, options.selection_stats_every)
-    selection.watch(modules)
+    for watcher in (timeline, selection):
+        watcher.watch(attention_modules(model, config))
     scheduler = Scheduler(scheduling, _make_leases(pages, pool, options), rows)
     runner: Runner
     if place is not None:
@@ -132,48 +131,44 @@ def make_engine(
     else:
         runner = SpeculativeRunner(model, backend, rows, pool, speculation, timeline)
         scheduler.wanted_drafts = runner.wanted_drafts
-    off = _no_graphs(options, device, place)
-    if not off:
-        _start_graphs(runner, options, CudaRecorder(device), timeline, selection)
+    off = "the model is split over several ranks" if place else _no_graphs(options, device)
+    graphs = _start_graphs(runner, options, off, device, timeline, selection)
     return Engine(
-        runner,
-        scheduler,
-        limits,
-        tokenizer,
-        timeline=timeline,
-        selection=selection,
-        graphs=lambda: runner.graph_stats() or GraphStats(off=off),
+        runner, scheduler, limits, tokenizer, timeline=timeline, selection=selection, graphs=graphs
     )
 
 
-def _no_graphs(options: EngineOptions, device: torch.device, place: Place | None) -> str:
+def _no_graphs(options: EngineOptions, device: torch.device) -> str:
     """Why no steps are captured; empty where they are."""
     if not options.cuda_graphs:
         return "cuda_graphs=False"
-    if device.type != "cuda":
-        return f"the device is {device.type}"
-    return "" if place is None else "the model is split over several ranks"
+    return "" if device.type == "cuda" else f"the device is {device.type}"
 
 
 def _start_graphs(
     runner: Runner,
     options: EngineOptions,
-    recorder: Recorder,
+    off: str,
+    device: torch.device,
     timeline: Timeline,
     selection: SelectionStats,
-) -> None:
-    """Capture from now on, and the sizes that the user named at once."""
+) -> Callable[[], GraphStats]:
+    """Capture from now on, and the sizes that the user named at once; nothing if it is `off` for a
+    reason. Returns what says how it goes.
+    """
 
     @contextmanager
     def quiet() -> Iterator[None]:
         with timeline.paused(), selection.paused():
             yield
 
-    sizes = PaddedSizes(options.max_running_requests, options.cuda_graph_batch_sizes)
-    runner.use_graphs(recorder, sizes, quiet)
-    runner.next_pass_is_watched = selection.next_pass_is_watched
-    if options.cuda_graph_batch_sizes:
-        runner.warm_up()
+    if not off:
+        sizes = PaddedSizes(options.max_running_requests, options.cuda_graph_batch_sizes)
+        runner.use_graphs(CudaRecorder(device), sizes, quiet)
+        runner.next_pass_is_watched = selection.next_pass_is_watched
+        if options.cuda_graph_batch_sizes:
+            runner.warm_up()
+    return lambda: runner.graph_stats() or GraphStats(off=off)
 
 
 def _make_leases(
