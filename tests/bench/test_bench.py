@@ -8,43 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from topkapi.bench import cpu, ops
-from topkapi.bench.cases import BenchCase
+from topkapi.bench import cpu
 from topkapi.bench.record import environment, quantiles, read_lines, write_lines
-from topkapi.dispatch import Kernel, Op
 from topkapi.errors import ConfigError
 
 CPU = torch.device("cpu")
-SMALL = (
-    BenchCase("select", rows=3, context=300, index_heads=4, index_dim=32, k=16),
-    BenchCase("select", rows=1, context=200, index_heads=4, index_dim=32, k=16, cache="fp8"),
-    BenchCase("sparse_mla", rows=3, context=200, heads=2, latent=64, rope=32, k=16),
-    BenchCase("topk", rows=3, context=200, k=16),
-    BenchCase("indexer_logits", rows=3, context=200, index_heads=4, index_dim=32),
-    BenchCase("write_latent", rows=5, latent=64, rope=32, cache="fp8"),
-    BenchCase("write_index_key", rows=5, index_dim=32, cache="fp8"),
-    BenchCase("gather_latent", rows=5, context=200, latent=64, rope=32, cache="fp8"),
-)
-
-
-@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
-def test_a_right_kernel_is_timed(case: BenchCase) -> None:
-    rows = {row["kernel"]: row for row in ops.run([case], CPU, seconds=0.0)}
-    assert "refused" in rows["triton"]
-    assert rows["torch"]["seconds"]["p50"] > 0
-    assert rows["torch"]["bytes"] > 0
-
-
-def test_a_wrong_kernel_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(logits: torch.Tensor, lengths: torch.Tensor, k: int, **_: object) -> torch.Tensor:
-        return torch.zeros(logits.shape[0], k, dtype=torch.int32)
-
-    broken = Op("topk", (Kernel("broken", "topk", lambda problem: None, wrong),))
-    for module in (ops, __import__("topkapi.ops.indexer", fromlist=["OPS"])):
-        monkeypatch.setattr(module, "OPS", {"topk": broken})
-    (row,) = ops.run([SMALL[3]], CPU, seconds=0.0)
-    assert "entries differ" in row["wrong"]
-    assert "seconds" not in row
 
 
 def test_ratios_are_of_pairs() -> None:

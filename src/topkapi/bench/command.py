@@ -6,15 +6,20 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from topkapi.bench.ops_command import ops_command, ops_report_command, overlap_command
 from topkapi.bench.record import environment, write_lines
+from topkapi.bench.serve_command import serve_command
 from topkapi.device import resolve_device
 
 app = typer.Typer(no_args_is_help=True, help="Measure this machine, side by side in one run.")
+app.command("serve")(serve_command)
+app.command("ops")(ops_command)
+app.command("ops-report")(ops_report_command)
+app.command("overlap")(overlap_command)
 console = Console()
 
 OutOption = Annotated[
@@ -112,41 +117,6 @@ def demo_recall_command(
         row = {"bench": "demo-recall", "attention": name, "documents": documents, "seed": seed}
         row |= {"context": context, "k": result.k, "right": result.right, "kinds": result.kinds}
         rows.append({**row, "recall": result.recall, "seconds": result.seconds, **facts})
-    console.print(table)
-    if out:
-        write_lines(out, rows)
-
-
-@app.command("ops")
-def ops_command(
-    op: Annotated[str | None, typer.Option(help="One operation; all of them by default.")] = None,
-    device: Annotated[str, typer.Option()] = "auto",
-    quick: Annotated[bool, typer.Option(help="A tenth of a second for each.")] = False,
-    out: OutOption = None,
-) -> None:
-    """Every usable kernel of every operation: checked against the reference, then timed."""
-    from topkapi.bench.ops import CASES, run
-    from topkapi.errors import ConfigError
-
-    cases = [case for case in CASES if op in (None, case.op)]
-    if not cases:
-        raise ConfigError(f"--op: no such operation {op!r}")
-    where: torch.device = resolve_device(device)
-    table = Table(title=f"Operations on {where}")
-    for name in ("case", "kernel", "p50 us", "GB/s", "GFLOP/s", "note"):
-        table.add_column(name, justify="left" if name in ("case", "kernel", "note") else "right")
-    rows = []
-    for row in run(cases, where, seconds=0.1 if quick else 0.5):
-        rows.append(row)
-        note = row.get("wrong") or row.get("refused")
-        if note:
-            style = "red" if "wrong" in row else "dim"
-            kind = "wrong" if "wrong" in row else "refused"
-            table.add_row(row["case"], row["kernel"], kind, "", "", f"[{style}]{note}[/]")
-            continue
-        middle = row["seconds"]["p50"]
-        rates = f"{row['bytes'] / middle / 1e9:.1f}", f"{row['flops'] / middle / 1e9:.0f}"
-        table.add_row(row["case"], row["kernel"], f"{middle * 1e6:.0f}", *rates, "")
     console.print(table)
     if out:
         write_lines(out, rows)

@@ -1,116 +1,186 @@
-"""`topkapi bench ops`: every usable kernel of every operation, checked first, then timed.
+"""`topkapi bench ops`: every usable kernel of every operation, checked first, then timed in turn.
 
-A kernel whose answer differs from the reference gets a row that says so, and no time. Times are
-medians with p20 and p80; on a GPU they come from events around replayed launches whose inputs
-rotate through more memory than the L2 holds.
+A kernel whose answer differs from the reference gets a row that says so, and no time. All that
+answered right are timed in the same rounds (`clock`), beside floors from ceilings measured in the
+same run (`ceilings`).
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
+import importlib.util
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from topkapi import ops, reference
-from topkapi.bench.cases import Arguments, BenchCase
-from topkapi.bench.record import environment, quantiles
-from topkapi.errors import KernelRefusedError
-from topkapi.ops.registry import OPS
+from topkapi.bench import sizes
+from topkapi.bench.cases import BenchCase
+from topkapi.bench.ceilings import Ceilings, measure_ceilings
+from topkapi.bench.check import Expected, expect
+from topkapi.bench.clock import Timed, interleaved, prepare
+from topkapi.bench.contenders import Contender, answer, contenders, spoil
+from topkapi.bench.inputs import Arguments, make_inputs
+from topkapi.bench.record import environment, package_versions, quantiles
+from topkapi.errors import KernelRefusedError, ShapeError
 
-CASES = (
-    BenchCase("indexer_logits", rows=64, context=8192),
-    BenchCase("indexer_logits", rows=1, context=8192, cache="fp8"),
-    BenchCase("topk", rows=64, context=8192),
-    BenchCase("topk", rows=8, context=65536, k=2048),
-    BenchCase("select", rows=256, context=8192),
-    BenchCase("select", rows=1, context=8192),
-    BenchCase("select", rows=1, context=8192, cache="fp8"),
-    BenchCase("sparse_mla", rows=256, context=8192),
-    BenchCase("sparse_mla", rows=1, context=8192),
-    BenchCase("sparse_mla", rows=64, context=8192, cache="fp8"),
-    BenchCase("write_latent", rows=512),
-    BenchCase("write_latent", rows=512, cache="fp8"),
-    BenchCase("write_index_key", rows=512, cache="fp8"),
-    BenchCase("gather_latent", rows=512, context=8192, cache="fp8"),
+CASES = sizes.CPU_CASES
+
+# Packages whose kernels may stand beside ours.
+PEER_PACKAGES = (
+    "sgl-flash-mla",
+    "sgl-deep-gemm",
+    "sglang-kernel",
+    "sgl-kernel",
+    "flash-attn-3",
+    "flashinfer-python",
+    "vllm",
+    "tilelang",
+    "amd-aiter",
 )
+MIN_ROUNDS, MAX_ROUNDS = 5, 20
+# Memory that the allocator may keep between cases before it gives back what is unused.
+_KEPT_BYTES = 40 * 2**30
 
-_WRITES = {"write_latent": "kv_cache", "write_index_key": "index_cache"}
+
+def _failures() -> tuple[type[Exception], ...]:
+    """What a launch may die of without ending the run: ours are compiled, peers are foreign."""
+    found: tuple[type[Exception], ...] = (
+        RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError, AssertionError,
+        ImportError, OSError,
+    )  # fmt: skip
+    if importlib.util.find_spec("triton") is not None:
+        from triton.errors import TritonError
+
+        found = (*found, TritonError)
+    return found
 
 
-def run(
-    cases: Sequence[BenchCase], device: torch.device, *, seconds: float = 0.5
-) -> Iterator[dict[str, Any]]:
-    """One row a case and kernel. `seconds` is the least time spent on timing each of them."""
-    facts = environment(device)
+FAILURES = _failures()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to measure. `seconds` is the time that all rounds of one case should take together;
+    without `timing` kernels are only compiled and checked.
+    """
+
+    vs: frozenset[str] = frozenset({"all"})
+    seconds: float = 0.1
+    timing: bool = True
+
+
+def run(cases: Sequence[BenchCase], device: torch.device, plan: Plan) -> Iterator[dict[str, Any]]:
+    """One row a case and contender; those of one case together, when it is done."""
+    facts = environment(device) | {"packages": package_versions(PEER_PACKAGES)}
+    ceilings = measure_ceilings(device) if plan.timing else None
     for case in cases:
-        arguments = case.make(device)
-        wanted = _outputs(case, getattr(reference, case.op), arguments)
-        for kernel in OPS[case.op].kernels:
-            row: dict[str, Any] = {"bench": "ops", "case": case.name, "op": case.op}
-            row |= {"kernel": kernel.name, **facts}
+        row = {"bench": "ops", "case": case.name, "op": case.op, "group": case.group, **facts}
+        row |= {"size": case.facts()}
+        if ceilings:
+            row["ceilings"] = ceilings.facts()
+        for found in _measure(case, device, plan, ceilings):
+            yield {**row, **found}
+        if device.type == "cuda" and torch.cuda.memory_reserved(device) > _KEPT_BYTES:
+            torch.cuda.empty_cache()
+
+
+def _measure(
+    case: BenchCase, device: torch.device, plan: Plan, ceilings: Ceilings | None
+) -> list[dict[str, Any]]:
+    arguments = make_inputs(case, device)
+    expected = expect(case, arguments)
+    rows: list[dict[str, Any]] = []
+    timed: dict[str, Timed] = {}
+    for contender in contenders(case, arguments, plan.vs, device):
+        row: dict[str, Any] = {"kernel": contender.name, "role": contender.role}
+        row |= _judged(case, contender, arguments, expected)
+        rows.append(row)
+        if plan.timing and "error" in row:
             try:
-                got = _outputs(case, getattr(ops, case.op), arguments, kernel=kernel.name)
-            except KernelRefusedError as refusal:
-                yield {**row, "refused": str(refusal).split(f"{kernel.name}: ", 1)[-1]}
-                continue
-            if difference := _difference(got, wanted):
-                yield {**row, "wrong": difference}
-                continue
-            times = _time(case, kernel.name, arguments, device, seconds)
-            moved, work = case.work()
-            yield {**row, "bytes": moved, "flops": work, "seconds": quantiles(times)}
+                timed[contender.name] = prepare(contender.call, device)
+            except FAILURES as error:
+                row.pop("error")
+                row["failed"] = _in_words(error)
+    if not timed or ceilings is None:
+        return rows
+    times = interleaved(timed, _rounds(timed, plan.seconds, device), device)
+    moved, flops = case.work(_distinct(case, arguments))
+    floor = ceilings.floor(moved, flops, case.arithmetic)
+    for row in rows:
+        name = row["kernel"]
+        if name in times:
+            row |= {"bytes": moved, "flops": flops, "arithmetic": case.arithmetic}
+            row |= {"seconds": quantiles(times[name]), "rounds": len(times[name])}
+            row |= {"timing": timed[name].how, "floor_seconds": floor}
+    return compared(rows)
 
 
-def _outputs(
-    case: BenchCase, function: Any, arguments: Arguments, **options: Any
-) -> tuple[torch.Tensor, ...]:
-    """What one call gives; for a write, the cache that it changed."""
-    written = _WRITES.get(case.op)
-    if written:
-        arguments = {**arguments, written: arguments[written].clone()}
-    result = function(**arguments, **options)
-    if written:
-        return (arguments[written],)
-    return result if isinstance(result, tuple) else (result,)
+def _judged(
+    case: BenchCase, contender: Contender, arguments: Arguments, expected: Expected
+) -> dict[str, Any]:
+    """`error` of a right answer; else `refused`, `failed` or `wrong`, in words."""
+    try:
+        got = answer(case, contender, arguments)
+        verdict = expected.judge(got, contender.exact)
+    except (KernelRefusedError, ShapeError) as refusal:
+        name = contender.name.split(" + ")[0]
+        return {"refused": str(refusal).split(f"{name}: ", 1)[-1]}
+    except FAILURES as error:
+        return {"failed": _in_words(error)}
+    spoil(got)
+    return {"wrong": verdict.wrong} if verdict.wrong else {"error": verdict.error}
 
 
-def _difference(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> str | None:
-    """None when equal: integers exactly, floats within 1e-3 of the reference's norm."""
-    for index, (ours, theirs) in enumerate(zip(got, wanted, strict=True)):
-        if not theirs.is_floating_point():
-            share = (ours != theirs).float().mean().item()
-            if share > 1e-3:
-                return f"output {index}: {share:.2%} of the entries differ"
+def _in_words(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"[:300]
+
+
+def _rounds(timed: dict[str, Timed], seconds: float, device: torch.device) -> int:
+    """As many as fit into `seconds`, within bounds."""
+    once = interleaved(timed, 1, device)
+    total = sum(times[0] for times in once.values())
+    return max(MIN_ROUNDS, min(MAX_ROUNDS, int(seconds / max(total, 1e-9))))
+
+
+def _distinct(case: BenchCase, arguments: Arguments) -> int | None:
+    """How many different records a sparse attention reads."""
+    if case.op != "sparse_mla":
+        return None
+    slots = arguments["slots"]
+    return int(slots[slots >= 0].unique().numel())
+
+
+def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Adds to timed rows of one case `fraction` (of the floor reached), and to ours
+    `best_peer` and `over_best_peer`: its time over ours, above 1 where ours is faster.
+
+    Plain torch counts as a peer where it is the fastest of the others.
+    """
+    others = [row for row in rows if "seconds" in row and row["role"] != "ours"]
+    best = min(others, key=lambda row: row["seconds"]["p50"], default=None)
+    for row in rows:
+        if "seconds" not in row:
             continue
-        ours, theirs = ours.double(), theirs.double()
-        finite = theirs.isfinite()
-        if not torch.equal(ours.isfinite(), finite):
-            return f"output {index}: finite where the reference is not, or the reverse"
-        norm = theirs[finite].norm().clamp_min(1e-30)
-        error = ((ours - theirs)[finite].norm() / norm).item()
-        if not error < 1e-2:
-            return f"output {index}: relative error {error:.1e}"
-    return None
+        middle = row["seconds"]["p50"]
+        row["fraction"] = row["floor_seconds"] / middle
+        if best is not None and row["role"] == "ours":
+            row["best_peer"] = best["kernel"]
+            row["over_best_peer"] = best["seconds"]["p50"] / middle
+    return rows
 
 
-def _time(
-    case: BenchCase, kernel: str, arguments: Arguments, device: torch.device, seconds: float
-) -> list[float]:
-    """Seconds of single calls; device events on a GPU, the wall clock on a CPU."""
-    function = getattr(ops, case.op)
-    if device.type == "cuda":
-        import triton.testing
-
-        milliseconds = triton.testing.do_bench(
-            lambda: function(**arguments, kernel=kernel), rep=int(seconds * 1e3), return_mode="all"
-        )
-        return [value / 1e3 for value in milliseconds]
-    times: list[float] = []
-    deadline = time.perf_counter() + seconds
-    while len(times) < 5 or time.perf_counter() < deadline:
-        start = time.perf_counter()
-        function(**arguments, kernel=kernel)
-        times.append(time.perf_counter() - start)
-    return times
+def chosen_cases(
+    device: torch.device,
+    *,
+    names: Collection[str] = (),
+    quick: bool = False,
+    part: tuple[int, int] = (0, 1),
+) -> list[BenchCase]:
+    """The sizes for this device, of the operations named (all of them if none is); part `(i, n)`
+    takes every nth from the ith.
+    """
+    wanted = sizes.sizes_for(device, quick=quick)
+    first, step = part
+    return [case for case in wanted if not names or case.op in names][first::step]

@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 import subprocess
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,14 @@ from topkapi.device import device_info
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """The facts without which a figure means nothing. Starts `git` once; never synchronises."""
+    """The facts without which a figure means nothing. Starts `git` and, beside a GPU, `nvidia-smi`
+    once; never synchronises.
+    """
     info = device_info(device)
     return {
         "date": time.strftime("%Y-%m-%d"),
         "device": info.name if device.type == "cuda" else _cpu_name(),
+        "driver": _driver() if device.type == "cuda" else None,
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
@@ -44,16 +48,29 @@ def write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row, sort_keys=True) + "\n" for row in rows))
 
 
+def append_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Add `rows` to `path`, so that a run which dies leaves what it measured."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.writelines(json.dumps(row, sort_keys=True) + "\n" for row in rows)
+
+
+def package_versions(packages: Iterable[str]) -> dict[str, str]:
+    """Version of each of these distributions that is installed."""
+    found = {package: _version(package) for package in packages}
+    return {package: known for package, known in found.items() if known}
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The rows of a JSON-lines file."""
     return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
 
 
-def quantiles(times: Iterable[float]) -> dict[str, float]:
-    """p20, p50 and p80 of a sample, by nearest rank."""
+def quantiles(times: Iterable[float], points: Sequence[int] = (20, 50, 80)) -> dict[str, float]:
+    """Percentiles of a sample, by nearest rank: p20, p50 and p80. Empty for an empty one."""
     ordered = sorted(times)
     last = len(ordered) - 1
-    return {f"p{q}": ordered[round(last * q / 100)] for q in (20, 50, 80)}
+    return {f"p{q}": ordered[round(last * q / 100)] for q in points} if ordered else {}
 
 
 def _version(package: str) -> str | None:
@@ -72,6 +89,17 @@ def _commit() -> str | None:
         check=False,
     )
     return answer.stdout.strip() or None
+
+
+def _driver() -> str | None:
+    """Of the first NVIDIA GPU; None without `nvidia-smi`."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = answer.stdout.split()
+    return lines[0] if lines else None
 
 
 def _cpu_name() -> str:

@@ -1,0 +1,135 @@
+"""How long does one call take? The one clock of every kernel measurement.
+
+On a GPU a call is captured in a CUDA graph and replayed between two events, the second-level cache
+flushed before each replay; on a CPU it is called between two readings of the wall clock. Several
+calls are measured in turn, round by round, so that a drift of the machine's speed meets all of
+them. Knows nothing about operations.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from topkapi.bench.record import quantiles
+from topkapi.errors import KernelRefusedError
+
+Call = Callable[[], Any]
+
+# Written before each timed replay: more than the second-level cache of any GPU holds.
+FLUSH_BYTES = 256 * 2**20
+# Rounds that are run and thrown away.
+WARM_ROUNDS = 2
+# Keeps the device busy while the host enqueues a call that cannot be captured: about half a
+# millisecond.
+_HEAD_START_CYCLES = 1_000_000
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A call ready to be timed. `how` is `graph`, `launches` or `wall clock`; `graph` (if any) owns
+    the memory of what was captured.
+    """
+
+    run: Call
+    how: str
+    graph: Any = None
+
+
+def prepare(call: Call, device: torch.device) -> Timed:
+    """Run `call` once, and on a GPU capture it.
+
+    What cannot be captured is timed by its launches, with a head start for the host: `how` says so.
+    Synchronises.
+    """
+    if device.type != "cuda":
+        call()
+        return Timed(call, "wall clock")
+    stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call, unused-ignore]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        call()
+        stream.synchronize()
+        graph = _capture(call)
+    torch.cuda.synchronize(device)
+    return Timed(call, "launches") if graph is None else Timed(graph.replay, "graph", graph)
+
+
+def _capture(call: Call) -> torch.cuda.CUDAGraph | None:
+    """The graph of one call on the current stream; None if it may not be captured.
+
+    Without `torch.cuda.graph`, which collects garbage and empties the allocator's cache each time.
+    """
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin()  # type: ignore[no-untyped-call, unused-ignore]
+    try:
+        call()
+    except (RuntimeError, KernelRefusedError):
+        _abandon(graph)
+        return None
+    try:
+        graph.capture_end()  # type: ignore[no-untyped-call, unused-ignore]
+    except RuntimeError:
+        return None
+    return graph
+
+
+def _abandon(graph: torch.cuda.CUDAGraph) -> None:
+    """End a capture whose call failed; ending it may fail in turn, and ends it all the same."""
+    try:
+        graph.capture_end()  # type: ignore[no-untyped-call, unused-ignore]
+    except RuntimeError:
+        torch.cuda.synchronize()
+
+
+def interleaved(
+    calls: Mapping[str, Timed], rounds: int, device: torch.device
+) -> dict[str, list[float]]:
+    """Seconds of each call in each of `rounds` rounds; every round runs all calls once."""
+    if device.type == "cuda":
+        return _events(calls, rounds, device)
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, timed in calls.items():
+            start = time.perf_counter()
+            timed.run()
+            times[name].append(time.perf_counter() - start)
+    return times
+
+
+def _events(
+    calls: Mapping[str, Timed], rounds: int, device: torch.device
+) -> dict[str, list[float]]:
+    flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device=device)
+    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {n: [] for n in calls}
+    for _ in range(rounds + WARM_ROUNDS):
+        for name, timed in calls.items():
+            begin, end = _event(), _event()
+            flush.fill_(7)
+            if timed.graph is None:
+                torch.cuda._sleep(_HEAD_START_CYCLES)  # type: ignore[no-untyped-call, unused-ignore]
+            begin.record()
+            timed.run()
+            end.record()
+            events[name].append((begin, end))
+    torch.cuda.synchronize(device)
+    return {
+        name: [a.elapsed_time(b) / 1e3 for a, b in pairs[WARM_ROUNDS:]]
+        for name, pairs in events.items()
+    }
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call, unused-ignore]
+
+
+def measure(call: Call, repeats: int) -> tuple[float, float, float]:
+    """p20, p50 and p80 of one call on the current GPU, in microseconds. Synchronises."""
+    device = torch.device("cuda")
+    times = interleaved({"call": prepare(call, device)}, repeats, device)["call"]
+    found = quantiles(times)
+    return 1e6 * found["p20"], 1e6 * found["p50"], 1e6 * found["p80"]

@@ -1,0 +1,100 @@
+"""Who is measured side by side: our kernels, the peers' that are installed, and plain torch.
+
+A contender is a name, a role and a call. Knows nothing of clocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from topkapi import ops
+from topkapi.bench.cases import BenchCase
+from topkapi.bench.check import WRITTEN, Tensors
+from topkapi.bench.clock import Call
+from topkapi.bench.inputs import Arguments
+from topkapi.errors import ConfigError
+from topkapi.ops.registry import OPS
+
+# Kernels written here. `torch` is the CPU's; on a GPU it runs only when asked for by name.
+OURS = ("hopper", "triton", "tilelang", "torch")
+TORCH_TOPK = "torch.topk"
+
+
+@dataclass(frozen=True)
+class Contender:
+    """`call()` gives the answer. `role` is `ours`, `peer`, or `baseline` for plain torch, whose
+    selections come in any order.
+    """
+
+    name: str
+    role: str
+    call: Call
+
+    @property
+    def exact(self) -> bool:
+        return self.role != "baseline"
+
+
+def check_names(names: Collection[str]) -> None:
+    """Refuse names of kernels that no operation has, before any work."""
+    known = {kernel.name for op in OPS.values() for kernel in op.kernels} | {"all", "none"}
+    if unknown := sorted(set(names) - known - {TORCH_TOPK}):
+        raise ConfigError(f"--vs: no kernel named {', '.join(unknown)}; known: {sorted(known)}")
+
+
+def contenders(
+    case: BenchCase, arguments: Arguments, vs: Collection[str], device: torch.device
+) -> Iterator[Contender]:
+    """Ours, then those that `vs` names (`all`, `none`, or names of kernels and `torch.topk`)."""
+    for kernel in OPS[case.op].kernels:
+        ours = kernel.name in OURS
+        plain = kernel.name == "torch" and device.type == "cuda"
+        wanted = kernel.name in vs or (not plain and (ours or "all" in vs))
+        if wanted:
+            call = partial(getattr(ops, case.op), **arguments, kernel=kernel.name)
+            yield Contender(kernel.name, "ours" if ours else "peer", call)
+    if "all" in vs or TORCH_TOPK in vs:
+        yield from _baselines(case, arguments, device)
+
+
+def _baselines(case: BenchCase, arguments: Arguments, device: torch.device) -> Iterator[Contender]:
+    """What somebody without these kernels would write."""
+    if case.op == "topk":
+        yield Contender(TORCH_TOPK, "baseline", partial(_topk, arguments["logits"], case.k))
+    if case.op == "select" and case.context >= case.k:
+        scoring = {k: v for k, v in arguments.items() if k != "k"}
+        for kernel in OPS["indexer_logits"].kernels:
+            if kernel.name == "torch" and device.type == "cuda":
+                continue
+            call = partial(_score_and_topk, scoring, kernel.name, case.k)
+            yield Contender(f"{kernel.name} + {TORCH_TOPK}", "baseline", call)
+
+
+def _topk(logits: torch.Tensor, k: int) -> torch.Tensor:
+    return torch.topk(logits, min(k, logits.shape[1]), dim=1).indices
+
+
+def _score_and_topk(scoring: Arguments, kernel: str, k: int) -> torch.Tensor:
+    return _topk(ops.indexer_logits(**scoring, kernel=kernel), k)
+
+
+def answer(case: BenchCase, contender: Contender, arguments: Arguments) -> Tensors:
+    """What one call gives; for a write, the cache that it changed, which is cleared before."""
+    written = WRITTEN.get(case.op)
+    if written:
+        arguments[written].zero_()
+        contender.call()
+        return (arguments[written].clone(),)
+    result: Any = contender.call()
+    return result if isinstance(result, tuple) else (result,)
+
+
+def spoil(tensors: Tensors) -> None:
+    """Overwrite an answer that was judged: memory that is used again must not hold it."""
+    for tensor in tensors:
+        tensor.fill_(float("nan") if tensor.is_floating_point() else 113)

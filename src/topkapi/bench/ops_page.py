@@ -1,0 +1,125 @@
+"""The page of results that is read: Markdown, from the JSON lines of `topkapi bench ops` alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+
+def write_page(rows: Sequence[Row], path: Path) -> None:
+    """Replace `path` by the page. Plots that lie beside it are named as `ops_plot` names them."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page(rows, path.stem))
+
+
+def page(rows: Sequence[Row], stem: str = "ops") -> str:
+    """Facts of the run, then for each operation a table, its plot, and who refused."""
+    lines = ["# Every kernel of every operation", "", *_facts(rows), ""]
+    for op in dict.fromkeys(row["op"] for row in rows):
+        of_op = [row for row in rows if row["op"] == op]
+        lines += [f"## {op}", ""]
+        if any("seconds" in row for row in of_op):
+            lines += [f"![{op}: time over the floor]({stem}_{op}.png)", "", *_table(of_op), ""]
+        lines += _not_timed(of_op)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def by_case(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """Timed rows by the name of their case, in the order of the run."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        if "seconds" in row:
+            found.setdefault(row["case"], []).append(row)
+    return found
+
+
+def _facts(rows: Sequence[Row]) -> list[str]:
+    """Where, when and with what; more than one value where runs were put together."""
+
+    def values(name: str) -> str:
+        return ", ".join(dict.fromkeys(str(row[name]) for row in rows if row.get(name)))
+
+    packages = {f"{k} {v}" for row in rows for k, v in row.get("packages", {}).items()}
+    lines = [
+        f"{values('device')}, driver {values('driver') or 'none'}; torch {values('torch')}, "
+        f"triton {values('triton') or 'none'}; peers: {', '.join(sorted(packages)) or 'none'}. "
+        f"Commit {values('commit') or 'unknown'}, {values('date')}.",
+        "",
+    ]
+    ceilings = next((row["ceilings"] for row in rows if "ceilings" in row), None)
+    if ceilings:
+        lines += [
+            f"Ceilings measured in the same run: copy {ceilings['bytes_per_second'] / 1e12:.2f} "
+            f"TB/s; matrix products of random data {ceilings['bf16'] / 1e12:.0f} TFLOP/s in bf16, "
+            f"{ceilings['fp8'] / 1e12:.0f} in fp8 ({ceilings['fp8_from']}). The floor is the "
+            "larger of bytes and FLOPs over these.",
+            "",
+        ]
+    how = {row["timing"] for row in rows if "timing" in row}
+    lines += [
+        f"Medians in microseconds ({', '.join(sorted(how)) or 'nothing timed'}; p20 and p80 are in "
+        "the JSON lines), kernels of one row measured in turn. `floor %` is of our fastest kernel; "
+        "`over peer` is the best other kernel's time over ours: above 1 ours is faster. `overlap`: "
+        "neighbouring queries select as much in common as the demo model's.",
+    ]
+    return lines
+
+
+def _table(rows: Sequence[Row]) -> list[str]:
+    kernels = list(dict.fromkeys(row["kernel"] for row in rows if "seconds" in row))
+    ours = {row["kernel"] for row in rows if row["role"] == "ours"}
+    heads = ["case", *(f"**{k}**" if k in ours else k for k in kernels)]
+    heads += ["floor", "floor %", "over peer", "best peer"]
+    lines = ["| " + " | ".join(heads) + " |", "|---|" + "---:|" * (len(heads) - 2) + "---|"]
+    for case, group in by_case(rows).items():
+        times = {row["kernel"]: row for row in group}
+        cells = [case, *(_time(times.get(kernel)) for kernel in kernels)]
+        cells.append(f"{group[0]['floor_seconds'] * 1e6:.1f}")
+        best = best_of_ours(group)
+        if best is None:
+            cells += ["", "", ""]
+        else:
+            ratio = f"{best['over_best_peer']:.2f}" if "best_peer" in best else ""
+            cells += [f"{best['fraction']:.0%}", ratio, best.get("best_peer", "")]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def best_of_ours(rows: Iterable[Row]) -> Row | None:
+    """The fastest timed row of ours, of one case."""
+    ours = [row for row in rows if row["role"] == "ours" and "seconds" in row]
+    return min(ours, key=lambda row: row["seconds"]["p50"], default=None)
+
+
+def _time(row: Row | None) -> str:
+    if row is None:
+        return ""
+    mark = "" if row["timing"] != "launches" else " (not captured)"
+    middle = row["seconds"]["p50"] * 1e6
+    return f"{middle:.0f}{mark}" if middle >= 1000 else f"{middle:.1f}{mark}"
+
+
+def _not_timed(rows: Sequence[Row]) -> list[str]:
+    """Wrong answers one by one; refusals by reason, with how many cases they met."""
+    lines = []
+    for row in rows:
+        for kind in ("wrong", "failed"):
+            if kind in row:
+                text = _plain(row[kind])
+                lines.append(f"- **{kind}**: {row['kernel']} at {row['case']}: {text}")
+    refused: dict[tuple[str, str], int] = {}
+    for row in rows:
+        if "refused" in row:
+            key = row["kernel"], row["refused"]
+            refused[key] = refused.get(key, 0) + 1
+    for (kernel, reason), count in sorted(refused.items()):
+        cases = "1 case" if count == 1 else f"{count} cases"
+        lines.append(f"- {kernel} refused {cases}: {_plain(reason)}")
+    return [*lines, ""] if lines else []
+
+
+def _plain(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
