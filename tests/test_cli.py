@@ -104,6 +104,7 @@ def test_every_engine_option_reaches_the_engine(
     words = ["--max-tokens-in-cache", "128", "--max-context-len", "96", "--no-prefix-cache"]
     words += ["--max-batch-tokens", "32", "--max-running-requests", "3", "--deterministic"]
     words += ["--speculative-num-steps", "auto", "--trace", str(trace), "--dtype", "fp32"]
+    words += ["--no-cuda-graphs"]
     result = run("chat", *common(tiny), *words, input="hi\n")
     assert result.exit_code == 0, result.stderr
     [options] = made
@@ -112,7 +113,7 @@ def test_every_engine_option_reaches_the_engine(
         "device": "cpu", "dtype": "fp32", "kv_cache_dtype": "auto", "max_tokens_in_cache": 128,
         "max_context_len": 96, "max_batch_tokens": 32, "max_running_requests": 3,
         "enable_prefix_cache": False, "host_cache_tokens": 0, "speculative_num_steps": "auto",
-        "tensor_parallel_size": 1, "trace": trace,
+        "tensor_parallel_size": 1, "trace": trace, "cuda_graphs": False, "compile": False,
     }  # fmt: skip
 
 
@@ -129,7 +130,12 @@ def test_the_options_cover_the_library() -> None:
     assert told | left_out == {item.name for item in fields(SamplingParams)}
     offered = {*EngineChoices().options(), "model"}
     left_out = {"self", "tokenizer", "page_size", "memory_fraction", "config_overrides"}
-    left_out |= {"selection_stats_every", "verify_selection", "parallel_timeout"}
+    left_out |= {
+        "cuda_graph_batch_sizes",
+        "selection_stats_every",
+        "verify_selection",
+        "parallel_timeout",
+    }
     assert offered | left_out == set(signature(LLM.__init__).parameters)
 
 

@@ -48,6 +48,8 @@ class EngineChoices:
     speculative_num_steps: Annotated[
         str, _engine(help="Drafts a step by the model's MTP layer: 0 to 4, or auto.")
     ] = "0"
+    cuda_graphs: Annotated[bool, _engine(help="Replay decoding steps as CUDA graphs.")] = True
+    compile: Annotated[bool, _engine("--compile", help="What is not attention compiled.")] = False
     tensor_parallel_size: Annotated[
         int, _engine(help="Processes, with a device each, to split the model over.")
     ] = 1
