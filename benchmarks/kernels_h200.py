@@ -22,6 +22,7 @@ import torch
 import triton
 from triton.errors import TritonError
 
+from topkapi.bench.clock import measure
 from topkapi.context import Context
 from topkapi.kernels.triton import indexer_logits as scoring
 from topkapi.kernels.triton import select as selecting
@@ -34,7 +35,6 @@ VARIANT_FAILURES = (RuntimeError, ValueError, TritonError)
 COPY_BYTES_PER_S = 4.3e12
 BF16_FLOP_PER_S = 790e12
 FP8_FLOP_PER_S = 1580e12
-FLUSH_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
@@ -48,30 +48,6 @@ class Variant:
     bytes: float = 0.0
     peak: float = BF16_FLOP_PER_S
     facts: dict[str, Any] = field(default_factory=dict)
-
-
-def measure(call: Callable[[], Any], repeats: int) -> tuple[float, float, float]:
-    """p20, p50 and p80 of one replay, in microseconds."""
-    flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            call()
-    events = []
-    for _ in range(repeats + 2):
-        flush.fill_(7)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        events.append((begin, end))
-    torch.cuda.synchronize()
-    times = sorted(1000 * a.elapsed_time(b) for a, b in events[2:])
-    return times[len(times) // 5], times[len(times) // 2], times[len(times) * 4 // 5]
 
 
 def stratified_slots(rows: int, k: int, context: int) -> torch.Tensor:

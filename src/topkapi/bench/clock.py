@@ -128,8 +128,13 @@ def _event() -> torch.cuda.Event:
 
 
 def measure(call: Call, repeats: int) -> tuple[float, float, float]:
-    """p20, p50 and p80 of one call on the current GPU, in microseconds. Synchronises."""
+    """p20, p50 and p80 of one replay on the current GPU, in microseconds. Synchronises.
+
+    Raises `RuntimeError` for a call that cannot be captured.
+    """
     device = torch.device("cuda")
-    times = interleaved({"call": prepare(call, device)}, repeats, device)["call"]
-    found = quantiles(times)
+    timed = prepare(call, device)
+    if timed.graph is None:
+        raise RuntimeError("the call cannot be captured in a CUDA graph")
+    found = quantiles(interleaved({"call": timed}, repeats, device)["call"])
     return 1e6 * found["p20"], 1e6 * found["p50"], 1e6 * found["p80"]
