@@ -29,7 +29,7 @@ def named(case: Any) -> str:
 def test_quantising_gives_the_definitions_bits(case: RecordCase) -> None:
     keys = case.make(DEVICE)["keys"]
     rows = keys.shape[0] // 3
-    q = keys[: rows * 3].view(rows, 3, -1)
+    q = keys[: rows * 3].view(rows, 3, keys.shape[1])
     weights = torch.randn(rows, 3, device=DEVICE)
     codes, scaled = quantize_index_query(q, weights, kernel="triton")
     want, want_scaled = quantize_index_query(q.cpu(), weights.cpu(), kernel="torch")

@@ -358,8 +358,9 @@ def _environment(rank: int, spec: RankSpec, own: Mapping[str, str]) -> dict[str,
         "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
         "TOKENIZERS_PARALLELISM": "false",
     }
+    if sys.platform == "linux":
+        # All ranks are here: gloo, which also carries the plans of GPUs, need not find a network.
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if resolve_device(spec.device).type != "cuda":
         environment.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // size, 1)))
-        if sys.platform == "linux":
-            environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return environment

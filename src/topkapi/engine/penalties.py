@@ -68,7 +68,8 @@ class Penalties:
             output += [(noted.slot, t) for t in request.token_ids[border:]]
         if prompt:
             slot, token = torch.tensor(prompt).to(logits.device, non_blocking=True).T
-            self._in_prompt[slot, token] = True
+            seen = torch.ones_like(token, dtype=torch.bool)
+            self._in_prompt.index_put_((slot, token), seen)
         if output:
             _count(self._counts, torch.tensor(output).to(logits.device, non_blocking=True).T)
         # Last, so that a step that failed here counts again and not twice.
@@ -84,8 +85,9 @@ class Penalties:
         slots = free[: len(requests)]
         self._grow(max(slots) + 1, logits)
         index = torch.tensor(slots).to(logits.device, non_blocking=True)
-        self._counts[index] = 0
-        self._in_prompt[index] = False
+        # Not `[index] = 0`: a number that is assigned is copied to the device, and waited for.
+        self._counts.index_fill_(0, index, 0)
+        self._in_prompt.index_fill_(0, index, False)
         for request, slot in zip(requests, slots, strict=True):
             self._noted[request] = _Noted(slot)
 
