@@ -148,11 +148,33 @@ def _indexer_rope(config: Any, model_type: str) -> RopeStyle:
     return _INDEXER_ROPE[model_type]
 
 
+# What a kernel option may be: the names that users of the reference know, and ours. A test holds
+# them to the records of `ops.registry`; whether a kernel can run here is asked when it is used.
+_SPARSE_MLA = (
+    "auto",
+    "hopper",
+    "triton",
+    "torch",
+    "flashmla_sparse",
+    "flashmla_kv",
+    "fa3",
+    "tilelang",
+)
+KERNEL_NAMES: dict[str, tuple[str, ...]] = {
+    "prefill_kernel": _SPARSE_MLA,
+    "decode_kernel": (*_SPARSE_MLA, "aiter"),
+    "indexer_kernel": ("auto", "triton", "torch", "deep_gemm"),
+    "topk_kernel": ("auto", "triton", "torch", "sgl_kernel", "vllm", "flashinfer"),
+}
+
+
 @dataclass(frozen=True)
 class BackendOptions:
     """What a user may choose about the attention backend.
 
-    `prefill_kernel`, `decode_kernel` and `indexer_kernel` name a kernel record, or `auto`.
+    `prefill_kernel`, `decode_kernel`, `indexer_kernel` and `topk_kernel` name a kernel record, or
+    `auto`, the fastest usable one; `KERNEL_NAMES` has what each may be. `topk_kernel` ranks logits
+    that somebody else made (`topk_transform`); the indexer of a layer scores and ranks in one.
     `score_budget_bytes` bounds every temporary of scoring and gathering. `deterministic` asks for
     bit-equal outputs of a request whatever shares its batch. `fuse_topk` has the indexer give slots
     at once, not positions to be mapped. `fp8_compute` says how fp8 latents are attended: as
@@ -165,6 +187,7 @@ class BackendOptions:
     prefill_kernel: str = "auto"
     decode_kernel: str = "auto"
     indexer_kernel: str = "auto"
+    topk_kernel: str = "auto"
     score_budget_bytes: int = 256 * 2**20
     deterministic: bool = False
     fuse_topk: bool = True
@@ -174,6 +197,11 @@ class BackendOptions:
     dense_min_tokens: int = 32
 
     def __post_init__(self) -> None:
+        for option, names in KERNEL_NAMES.items():
+            if getattr(self, option) not in names:
+                raise ConfigError(
+                    f"{option}: expected one of {', '.join(names)}, got {getattr(self, option)!r}"
+                )
         if self.fp8_compute not in ("records", "dequantize_selected"):
             raise ConfigError(
                 f"fp8_compute: expected records or dequantize_selected, got {self.fp8_compute!r}"

@@ -31,6 +31,8 @@ class Context:
         table: `[requests, max_context]` int32 request-to-token table, or None.
         table_rows: `[B]` int64, each request's row of `table`.
         starts: `[B]` int64, slot of each request's position 0 when there is no table.
+        page_size: the table is made of whole pages of this many tokens: position p lies at offset
+            `p % page_size` of a page that begins at a multiple of it. 1 promises nothing.
     """
 
     lengths: torch.Tensor
@@ -41,6 +43,7 @@ class Context:
     table: torch.Tensor | None = None
     table_rows: torch.Tensor | None = None
     starts: torch.Tensor | None = None
+    page_size: int = 1
 
     @property
     def num_rows(self) -> int:

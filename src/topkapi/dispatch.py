@@ -22,8 +22,10 @@ class Problem:
     """What a call asks of a kernel: static facts only, never tensor contents.
 
     Sizes an operation does not have stay 0. `cache_format` is `bf16`, `fp32`, `fp16` or `fp8`.
-    `features` names optional parts in use: `sinks`, `logit_cap`, `starts`, `lse`, `unaligned`.
-    `capture` says that the launch must be safe inside CUDA-graph capture.
+    `rows` is R and `context` the width of the logits: what a table of measured times is asked by.
+    `features` names optional parts in use: `sinks`, `logit_cap`, `starts`, `lse`, `unaligned`, and
+    `batch_invariant`, that a row's bits must not depend on what shares its batch. `capture` says
+    that the launch must be safe inside CUDA-graph capture.
     """
 
     op: str
@@ -36,6 +38,8 @@ class Problem:
     rope_dim: int = 0
     index_dim: int = 0
     topk: int = 0
+    rows: int = 0
+    context: int = 0
     features: frozenset[str] = frozenset()
     capture: bool = False
 
@@ -45,9 +49,13 @@ class Kernel:
     """One implementation of one operation.
 
     `refuse(problem)` returns a reason, or None when the problem is taken. `launch` has the
-    signature of the operation's reference, minus `kernel`. `prepare`, where present, makes
-    per-step state that the step's metadata owns. `heads_computed(problem)`, where present, is how
-    many heads a launch computes, those that only fill up its tiles included.
+    signature of the operation's reference, minus `kernel`. `prepare(problem)`, where present, makes
+    state that the step's buffers own, and that `launch` takes as `prepared`. `heads_computed(
+    problem)`, where present, is how many heads a launch computes, those that only fill up its tiles
+    included. `peer` marks another project's kernel: `auto` takes it only where the measured table
+    names it. `exact` is False for one whose answer may differ from the reference's beyond rounding:
+    it runs only by name. `batch_invariant` says that `launch` takes `batch_invariant=True` and then
+    gives a row the same bits in any batch.
     """
 
     name: str
@@ -56,6 +64,15 @@ class Kernel:
     launch: Callable[..., Any]
     prepare: Callable[..., Any] | None = None
     heads_computed: Callable[[Problem], int] | None = None
+    peer: bool = False
+    exact: bool = True
+    batch_invariant: bool = False
+
+    def reason(self, problem: Problem) -> str | None:
+        """Why this kernel does not take `problem`, or None."""
+        if "batch_invariant" in problem.features and not self.batch_invariant:
+            return "a row's bits depend on its batch, and deterministic=True forbids that"
+        return self.refuse(problem)
 
     def padded_heads(self, problem: Problem) -> int:
         """Heads that a launch computes and throws away."""
@@ -66,45 +83,74 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Verdict:
-    """One line of `explain`: a kernel, the reason it refuses (None when usable), and the heads it
-    would compute for nothing.
+    """One line of `explain`: a kernel, the reason it refuses (None when usable), the heads it would
+    compute for nothing, and whether `auto` may take it.
     """
 
     kernel: str
     reason: str | None
     padded_heads: int = 0
+    auto: bool = True
+
+
+def no_order(problem: Problem) -> tuple[str, ...]:
+    """The table of measured times that says nothing."""
+    return ()
 
 
 @dataclass(frozen=True)
 class Op:
-    """One operation and its kernels, best first."""
+    """One operation and its kernels, our own best first.
+
+    `fastest(problem)` names kernels in measured order, fastest first, where a table knows such a
+    problem on such a device; () elsewhere.
+    """
 
     name: str
     kernels: tuple[Kernel, ...] = field(default=())
+    fastest: Callable[[Problem], tuple[str, ...]] = no_order
+
+    def preferred(self, problem: Problem) -> list[Kernel]:
+        """What `auto` may take, in its order: those the table names, then our others.
+
+        Inexact kernels are never among them, and peers only where the table names them. Depends on
+        the problem's static facts alone.
+        """
+        named = self.fastest(problem)
+        rank = {name: place for place, name in enumerate(named)}
+        able = [k for k in self.kernels if k.exact and (k.name in rank or not k.peer)]
+        return sorted(able, key=lambda kernel: rank.get(kernel.name, len(rank)))
 
     def choose(self, problem: Problem, name: str = "auto") -> Kernel:
-        """The first kernel that takes `problem`, or the named one.
+        """The first of `preferred` that takes `problem`, or the named one.
 
         Raises `KernelRefusedError` when the named kernel does not exist or refuses, or when all do;
         the message carries every reason. There is no silent fallback.
         """
-        candidates = [kernel for kernel in self.kernels if name in ("auto", kernel.name)]
+        candidates = [kernel for kernel in self.kernels if kernel.name == name]
+        if name == "auto":
+            candidates = self.preferred(problem)
         if not candidates:
             known = ", ".join(kernel.name for kernel in self.kernels)
             raise KernelRefusedError(f"{self.name}: no kernel named {name!r}; known: auto, {known}")
         reasons = []
         for kernel in candidates:
-            reason = kernel.refuse(problem)
+            reason = kernel.reason(problem)
             if reason is None:
                 return kernel
             reasons.append(f"{kernel.name}: {reason}")
         raise KernelRefusedError(f"{self.name}: no usable kernel. " + "; ".join(reasons))
 
     def explain(self, problem: Problem) -> list[Verdict]:
-        """Every kernel with its reason to refuse `problem`, in order of preference."""
-        return [self._verdict(kernel, problem) for kernel in self.kernels]
+        """Every kernel with its reason to refuse `problem`: first what `auto` may take, in its
+        order, then the others.
+        """
+        order = self.preferred(problem)
+        others = [kernel for kernel in self.kernels if kernel not in order]
+        return [self._verdict(kernel, problem, kernel in order) for kernel in (*order, *others)]
 
     @staticmethod
-    def _verdict(kernel: Kernel, problem: Problem) -> Verdict:
-        reason = kernel.refuse(problem)
-        return Verdict(kernel.name, reason, kernel.padded_heads(problem) if reason is None else 0)
+    def _verdict(kernel: Kernel, problem: Problem, auto: bool) -> Verdict:
+        reason = kernel.reason(problem)
+        padded = kernel.padded_heads(problem) if reason is None else 0
+        return Verdict(kernel.name, reason, padded, auto)

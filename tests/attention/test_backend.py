@@ -249,13 +249,13 @@ def test_a_kernel_is_told_its_phase(deterministic: bool, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(ops, "sparse_mla", recorded)
     options = BackendOptions(
-        prefill_kernel="one", decode_kernel="other", deterministic=deterministic
+        prefill_kernel="triton", decode_kernel="fa3", deterministic=deterministic
     )
     for feed in FEEDS:
         calls.clear()
         World(options=options).step(streams_for(feed), feed.q_lens, feed.kv_lens, feed.mode)
         prefill = deterministic or feed.mode in (ForwardMode.EXTEND, ForwardMode.MIXED)
-        assert calls == [("prefill", "one") if prefill else ("decode", "other")], feed.name
+        assert calls == [("prefill", "triton") if prefill else ("decode", "fa3")], feed.name
 
 
 def test_two_backends_share_no_state() -> None:

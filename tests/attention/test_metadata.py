@@ -54,10 +54,10 @@ def batches(draw: st.DrawFn, modes: Sequence[ForwardMode] = MODES, drafts: int =
 
 
 def same_tensors(one: NSAMetadata, other: NSAMetadata) -> None:
-    for item in fields(StepBuffers):
-        left, right = getattr(one.buffers, item.name), getattr(other.buffers, item.name)
-        assert left.dtype == right.dtype, item.name
-        assert torch.equal(left, right), item.name
+    for name, left in one.buffers.tensors().items():
+        right = other.buffers.tensors()[name]
+        assert left.dtype == right.dtype, name
+        assert torch.equal(left, right), name
     for name in ("cu_seqlens_k", "nsa_cu_seqlens_q", "nsa_cu_seqlens_k"):
         assert torch.equal(getattr(one, name), getattr(other, name)), name
 
@@ -150,8 +150,8 @@ def test_capture_and_replay_are_the_eager_steps_bits(batch: Batch) -> None:
     same_tensors(captured, want)
     assert captured.max_seq_len_k == MAX_CONTEXT
     for loc in (None, call.out_cache_loc):
-        for item in fields(StepBuffers):
-            getattr(captured.buffers, item.name).fill_(77)
+        for tensor in captured.buffers.tensors().values():
+            tensor.fill_(77)
         backend.init_forward_metadata_replay_cuda_graph(
             size, *arguments, 0, None, batch.mode, call.spec_info, call.seq_lens, loc
         )

@@ -59,5 +59,6 @@ def make_context(
         table=table,
         table_rows=table_rows,
         starts=starts,
+        page_size=page_size if addressing == "table" else 1,
     )
     return context, num_slots

@@ -183,6 +183,7 @@ def to_device(context: Context, device: torch.device | str) -> Context:
         table=move(context.table),
         table_rows=move(context.table_rows),
         starts=move(context.starts),
+        page_size=context.page_size,
     )
 
 

@@ -13,7 +13,7 @@ from topkapi.attention.dense import dense_attention
 from topkapi.attention.forward_batch import AttentionLayer, ForwardBatch, ForwardMode
 from topkapi.attention.index_queries import quantizes_queries
 from topkapi.attention.indexer import everything, select_tokens
-from topkapi.attention.metadata import NSAIndexerMetadata, NSAMetadata
+from topkapi.attention.metadata import NSAIndexerMetadata, NSAMetadata, Transform
 from topkapi.cache import NSATokenToKVPool, ReqToTokenPool
 from topkapi.config import BackendOptions, DsaConfig
 from topkapi.errors import ConfigError, ShapeError
@@ -52,7 +52,8 @@ class LayerForward:
 
     def get_indexer_metadata(self, layer_id: int, batch: ForwardBatch) -> NSAIndexerMetadata:
         """The step's metadata for an indexer that scores by itself; the same for every layer."""
-        return NSAIndexerMetadata(self.metadata, "fused" if self.options.fuse_topk else "unfused")
+        transform: Transform = "fused" if self.options.fuse_topk else "unfused"
+        return NSAIndexerMetadata(self.metadata, transform, self.options.topk_kernel)
 
     def write_index_key(self, k: torch.Tensor, layer_id: int, batch: ForwardBatch) -> None:
         """Cache the new tokens' index keys `k [T, Di]`: on every step, even one that does not
@@ -290,6 +291,8 @@ class LayerForward:
                 logit_cap=layer.logit_cap,
                 phase="prefill" if prefill else "decode",
                 budget_bytes=options.score_budget_bytes,
+                batch_invariant=options.deterministic,
+                state=self.metadata.flashmla_metadata,
                 kernel=options.prefill_kernel if prefill else options.decode_kernel,
             )[0]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -75,6 +75,7 @@ class NSAMetadata:
             max_seq_len_q=self.max_seq_len_q,
             table=self.req_to_token,
             table_rows=self.buffers.table_rows,
+            page_size=self.page_size,
         )
 
     @property
@@ -124,12 +125,12 @@ class NSAMetadata:
         first = slice(0, self.max_seq_len_k, self.page_size)
         return self.req_to_token[:, first][self.buffers.table_rows] // self.page_size
 
-    @cached_property
-    def flashmla_metadata(self) -> dict[str, object]:
-        """Kernel state that depends on this step (tile schedules), by kernel name. Owned by the
-        step, so that no two graphs or backends share it.
+    @property
+    def flashmla_metadata(self) -> dict[Any, object]:
+        """Kernel state that depends on this step's sizes (tile schedules), by kernel and shape.
+        Owned by the step's buffers, so that no two graphs or backends share it.
         """
-        return {}
+        return self.buffers.kernel_state
 
 
 def build_metadata(
@@ -178,6 +179,7 @@ class NSAIndexerMetadata:
 
     attn_metadata: NSAMetadata
     transform: Transform = "fused"
+    topk_kernel: str = "auto"
 
     @property
     def context(self) -> Context:
@@ -209,16 +211,19 @@ class NSAIndexerMetadata:
         logits: torch.Tensor,
         topk: int,
         starts: torch.Tensor | None = None,
-        kernel: str = "auto",
+        kernel: str | None = None,
     ) -> torch.Tensor:
         """Choose `topk` tokens a row from `logits [R, S]` fp32; `[R, topk]` int32, ascending by
         position, -1 pads at the end.
 
         Column `starts[r] + p` (default 0) scores position p of row r; columns outside the row's
-        context are not candidates, whatever they hold. Inert rows give -1 throughout. Capture-safe.
+        context are not candidates, whatever they hold. Inert rows give -1 throughout. `kernel` is
+        `topk_kernel` unless given. Capture-safe.
         """
         lengths = self.attn_metadata.nsa_seqlens_expanded
-        positions = ops.topk(logits, lengths, topk, starts=starts, kernel=kernel)
+        positions = ops.topk(
+            logits, lengths, topk, starts=starts, kernel=kernel or self.topk_kernel
+        )
         if self.transform == "unfused":
             return positions
         if self.transform == "ragged":

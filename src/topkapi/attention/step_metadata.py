@@ -7,7 +7,8 @@ kv length n sees `n - q + j + 1` tokens. Knows no modes, pools or layers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 
@@ -27,6 +28,9 @@ class StepBuffers:
         request_of_row: `[R]` int32, clamped into `0..B-1` for padding rows.
         lengths: `[R]` int32, tokens each row sees; 0 for padding.
         selected_lens: `[R]` int32, `min(lengths, topk)`.
+        kernel_state: what kernels keep for the layers of a step of these sizes (tile schedules),
+            by kernel and shape. It lives as long as the buffers, so that a captured graph may read
+            it, and no other graph's buffers hold the same.
     """
 
     table_rows: torch.Tensor
@@ -35,6 +39,7 @@ class StepBuffers:
     request_of_row: torch.Tensor
     lengths: torch.Tensor
     selected_lens: torch.Tensor
+    kernel_state: dict[Any, object] = field(default_factory=dict)
 
     @classmethod
     def allocate(cls, num_requests: int, num_rows: int, device: torch.device) -> StepBuffers:
@@ -62,6 +67,11 @@ class StepBuffers:
         """R."""
         return self.lengths.shape[0]
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The step's metadata by name, without what kernels keep."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        return {name: value for name, value in values.items() if name != "kernel_state"}
+
     def another_step(self) -> StepBuffers:
         """Buffers for the same requests and rows at other lengths: addresses are shared."""
         return replace(
@@ -69,6 +79,7 @@ class StepBuffers:
             kv_lens=torch.zeros_like(self.kv_lens),
             lengths=torch.zeros_like(self.lengths),
             selected_lens=torch.zeros_like(self.selected_lens),
+            kernel_state={},
         )
 
 
@@ -82,7 +93,7 @@ def allocate_steps(
 
 def nbytes_of(steps: list[StepBuffers]) -> int:
     """Bytes of several steps' buffers; what they share counts once."""
-    tensors = [getattr(step, item.name) for step in steps for item in fields(step)]
+    tensors = [tensor for step in steps for tensor in step.tensors().values()]
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
 

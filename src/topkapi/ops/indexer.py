@@ -42,8 +42,11 @@ def indexer_logits(
         "indexer_logits",
         q,
         cache_format=cache_format,
+        phase=_phase(context),
         num_heads=q.shape[1],
         index_dim=q.shape[2],
+        rows=q.shape[0],
+        context=context.max_length,
     )
     launch = OPS["indexer_logits"].choose(problem, kernel).launch
     return cast("torch.Tensor", launch(q, weights, index_cache, context))
@@ -76,7 +79,14 @@ def topk(
         check("starts", starts, "R", sizes, dtypes=INTS, like=logits)
     _check_k(k)
     features = frozenset() if starts is None else frozenset({"starts"})
-    problem = problem_for("topk", logits, topk=k, features=features)
+    problem = problem_for(
+        "topk",
+        logits,
+        topk=k,
+        rows=logits.shape[0],
+        context=logits.shape[1],
+        features=features,
+    )
     launch = OPS["topk"].choose(problem, kernel).launch
     return cast("torch.Tensor", launch(logits, lengths, k, starts=starts))
 
@@ -112,15 +122,23 @@ def select(
         "select",
         q,
         cache_format=cache_format,
+        phase=_phase(context),
         num_heads=q.shape[1],
         index_dim=q.shape[2],
         topk=k,
+        rows=q.shape[0],
+        context=context.max_length,
     )
     launch = OPS["select"].choose(problem, kernel).launch
     positions = launch(
         q, weights, index_cache, context, k, output=output, budget_bytes=budget_bytes
     )
     return cast("torch.Tensor", positions)
+
+
+def _phase(context: Context) -> str:
+    """`decode` where no request has more than one row."""
+    return "decode" if context.max_seq_len_q <= 1 else "prefill"
 
 
 def _check_k(k: int) -> None:

@@ -6,14 +6,16 @@ The one place that knows every kernel package. `topkapi doctor` prints `explain`
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from types import MappingProxyType
 
 import torch
 
 from topkapi.device import DeviceInfo, device_info
 from topkapi.dispatch import Kernel, Op, Problem, Verdict
-from topkapi.kernels import torch_cpu
+from topkapi.kernels import external, torch_cpu
 from topkapi.kernels import triton as triton_kernels
+from topkapi.ops.measured import H200
 
 NAMES = (
     "indexer_logits",
@@ -25,10 +27,17 @@ NAMES = (
     "gather_latent",
 )
 
-_KERNELS: tuple[Kernel, ...] = (*triton_kernels.KERNELS, *torch_cpu.KERNELS)
+_KERNELS: tuple[Kernel, ...] = (
+    *triton_kernels.KERNELS,
+    *external.KERNELS,
+    *torch_cpu.KERNELS,
+)
+
+# A step asks the same few questions once a layer.
+_fastest = lru_cache(maxsize=1024)(H200.fastest)
 
 OPS: Mapping[str, Op] = MappingProxyType(
-    {name: Op(name, tuple(k for k in _KERNELS if k.op == name)) for name in NAMES}
+    {name: Op(name, tuple(k for k in _KERNELS if k.op == name), _fastest) for name in NAMES}
 )
 
 
@@ -43,10 +52,13 @@ def explain(
     dtype: torch.dtype = torch.bfloat16,
     cache_format: str = "bf16",
     heads: int = 128,
+    rows: int = 0,
 ) -> dict[str, list[Verdict]]:
-    """Every kernel of every operation with its reason to refuse DeepSeek-V3.2's sizes, or None.
+    """Every kernel of every operation with its reason to refuse DeepSeek-V3.2's sizes, or None,
+    what `auto` may take first and in its order.
 
-    `heads` are the attention heads of one device: fewer than 128 where they are split.
+    `heads` are the attention heads of one device: fewer than 128 where they are split. Without
+    `rows` the table of measured times is not asked.
     """
     return {
         name: op.explain(
@@ -60,6 +72,7 @@ def explain(
                 rope_dim=64,
                 index_dim=128,
                 topk=2048,
+                rows=rows,
             )
         )
         for name, op in OPS.items()

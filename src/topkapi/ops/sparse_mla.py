@@ -5,10 +5,12 @@ Checks arguments, chooses a kernel, launches it. The formula is in `reference.sp
 
 from __future__ import annotations
 
-from typing import Literal, cast
+from collections.abc import MutableMapping
+from typing import Any, Literal, cast
 
 import torch
 
+from topkapi.dispatch import Kernel, Problem
 from topkapi.errors import ShapeError
 from topkapi.ops.records import check_kv_cache
 from topkapi.ops.registry import OPS, problem_for
@@ -27,6 +29,8 @@ def sparse_mla(
     logit_cap: float = 0.0,
     phase: Literal["prefill", "decode"] = "prefill",
     budget_bytes: int = 256 * 2**20,
+    batch_invariant: bool = False,
+    state: MutableMapping[Any, object] | None = None,
     kernel: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`softmax(scale * q . kv) @ kv[:, :v_dim]` over the selected slots of each row.
@@ -40,10 +44,41 @@ def sparse_mla(
         logit_cap: if positive, scores become `cap * tanh(score / cap)`.
         phase: a hint of the batch's shape.
         budget_bytes: bound on temporary memory.
+        batch_invariant: a row's bits must not depend on what shares its batch.
+        state: what kernels keep for all layers of a step, owned by the step's buffers
+            (`NSAMetadata.flashmla_metadata`). None: nothing is kept.
 
     Returns out `[R, H, v_dim]` in q's dtype and lse `[R, H]` fp32, natural log, sink excluded. A
     row without any slot gives 0 and -inf. Raises `ShapeError`, `KernelRefusedError`.
     """
+    problem = _problem(q, kv_cache, slots, v_dim, sinks, logit_cap, phase, batch_invariant)
+    chosen = OPS["sparse_mla"].choose(problem, kernel)
+    result = chosen.launch(
+        q,
+        kv_cache,
+        slots,
+        scale=scale,
+        v_dim=v_dim,
+        sinks=sinks,
+        logit_cap=logit_cap,
+        phase=phase,
+        budget_bytes=budget_bytes,
+        **_options(chosen, problem, batch_invariant, state),
+    )
+    return cast("tuple[torch.Tensor, torch.Tensor]", result)
+
+
+def _problem(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slots: torch.Tensor,
+    v_dim: int,
+    sinks: torch.Tensor | None,
+    logit_cap: float,
+    phase: str,
+    batch_invariant: bool,
+) -> Problem:
+    """Check the arguments of one call and state what it asks."""
     sizes: dict[str, int] = {}
     check("q", q, "R H D", sizes, dtypes=FLOATS)
     check("slots", slots, "R K", sizes, dtypes=INTS, like=q)
@@ -57,7 +92,9 @@ def sparse_mla(
         features.add("sinks")
     if logit_cap > 0:
         features.add("logit_cap")
-    problem = problem_for(
+    if batch_invariant:
+        features.add("batch_invariant")
+    return problem_for(
         "sparse_mla",
         q,
         phase=phase,
@@ -66,18 +103,24 @@ def sparse_mla(
         latent_dim=v_dim,
         rope_dim=rope_dim,
         topk=sizes["K"],
+        rows=sizes["R"],
         features=frozenset(features),
     )
-    launch = OPS["sparse_mla"].choose(problem, kernel).launch
-    result = launch(
-        q,
-        kv_cache,
-        slots,
-        scale=scale,
-        v_dim=v_dim,
-        sinks=sinks,
-        logit_cap=logit_cap,
-        phase=phase,
-        budget_bytes=budget_bytes,
-    )
-    return cast("tuple[torch.Tensor, torch.Tensor]", result)
+
+
+def _options(
+    kernel: Kernel,
+    problem: Problem,
+    batch_invariant: bool,
+    state: MutableMapping[Any, object] | None,
+) -> dict[str, object]:
+    """What only some kernels take: a promise about bits, and what they keep for a step's shapes."""
+    options: dict[str, object] = {}
+    if batch_invariant:
+        options["batch_invariant"] = True
+    if kernel.prepare is not None and state is not None:
+        key = kernel.name, problem.rows, problem.num_heads, problem.topk
+        if key not in state:
+            state[key] = kernel.prepare(problem)
+        options["prepared"] = state[key]
+    return options

@@ -28,8 +28,12 @@ def sparse_mla(
     logit_cap: float = 0.0,
     phase: str = "prefill",
     budget_bytes: int = 256 * 2**20,
+    batch_invariant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `reference.sparse_mla`. Never synchronises; safe inside capture."""
+    """See `reference.sparse_mla`. Never synchronises; safe inside capture.
+
+    On a CPU a row's bits never depend on its batch, `batch_invariant` or not.
+    """
     rows, heads, width = q.shape
     out = torch.empty(rows, heads, v_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(rows, heads, dtype=torch.float32, device=q.device)
@@ -127,7 +131,9 @@ def _attend(
 
 
 def _refuse(problem: Problem) -> str | None:
+    if "batch_invariant" in problem.features and problem.device.backend != "cpu":
+        return "a row's bits depend on its batch on a GPU, and deterministic=True forbids that"
     return None
 
 
-SPARSE_MLA = Kernel("torch", "sparse_mla", _refuse, sparse_mla)
+SPARSE_MLA = Kernel("torch", "sparse_mla", _refuse, sparse_mla, batch_invariant=True)

@@ -276,12 +276,14 @@ def sparse_mla(
     logit_cap: float = 0.0,
     phase: str = "prefill",
     budget_bytes: int = 256 * 2**20,
+    batch_invariant: bool = False,
     tile: Tile | None = None,
     splits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `reference.sparse_mla`. Never synchronises; safe inside capture.
 
-    `tile` and `splits` override what is chosen, for measuring. Temporaries: nothing, or with
+    `tile` and `splits` override what is chosen, for measuring. `batch_invariant` never splits a row:
+    how many programs share one depends on how many rows there are. Temporaries: nothing, or with
     several programs a row `splits * R * H * (v_dim + 1)` fp32, within `budget_bytes`.
     """
     rows, heads, dims = q.shape
@@ -300,6 +302,8 @@ def sparse_mla(
     block_p = max(16, triton.next_power_of_2(rope_dim)) if rope_dim else 16
     aligned = kv_cache.stride(0) * kv_cache.itemsize % 16 == 0 and kv_cache.data_ptr() % 16 == 0
     tile = tile or choose_tile(device, heads, v_dim, rope_dim, compute.itemsize, aligned)
+    if splits is None and batch_invariant:
+        splits = 1
     if splits is None:
         splits = choose_splits(
             device, tile, rows, heads, slots.shape[1], 4 * heads * (v_dim + 1), budget_bytes
@@ -365,4 +369,11 @@ def _heads_computed(problem: Problem) -> int:
     return -(-problem.num_heads // block) * block
 
 
-SPARSE_MLA = Kernel("triton", "sparse_mla", _refuse, sparse_mla, heads_computed=_heads_computed)
+SPARSE_MLA = Kernel(
+    "triton",
+    "sparse_mla",
+    _refuse,
+    sparse_mla,
+    heads_computed=_heads_computed,
+    batch_invariant=True,
+)
