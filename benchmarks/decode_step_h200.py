@@ -8,12 +8,14 @@ in bf16; its caches are random, written straight into the pools. A step is one n
 
 Ours is timed as a CUDA graph, the way the engine runs it: the whole step, then from the same inputs
 the attention modules alone, and of them what the indexer does (key written, context scored, best
-2048 selected) and the sparse attention (latent written, attended). `rest` is the step less the
-attention: norms, MLPs, head. `eager` is the whole step launched kernel by kernel.
+2048 selected) and the sparse attention (latent written, attended). `projections` is what the
+modules do besides, `rest` the step less the attention: norms, MLPs, head. `eager` is the whole step
+launched kernel by kernel, from the call to its last result.
 
 Transformers' side is the same model with its own attention and its own cache (`DynamicCache`, grown
-by a token a step), timed by events around its modules; it has no graph. It expands every latent of
-the context for every head, so that it may not fit.
+by a token a step), launched kernel by kernel, for it has no graph: the step from the call to its
+last result, and of it the attention modules and their indexers by events. It expands every latent
+of the context for every head, so that it may not fit.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
@@ -29,9 +32,9 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from device_time import device_times
 from random_cache import random_cache
 from topkapi.attention import ForwardBatch, ForwardMode, NativeSparseAttnBackend
+from topkapi.bench.clock import interleaved, prepare
 from topkapi.bench.random_model import random_model
 from topkapi.bench.record import environment, write_lines
 from topkapi.cache import NSATokenToKVPool, ReqToTokenPool
@@ -41,7 +44,7 @@ from topkapi.models.attention import DsaStep
 from topkapi.models.decoder import attention_modules, compute_logits, install, run_decoder
 
 CASES = ((1, 8192), (1, 65536), (64, 8192), (64, 65536))
-PARTS = ("step", "attention", "indexer", "sparse_mla", "rest", "eager")
+PARTS = ("step", "attention", "indexer", "sparse_mla", "projections", "rest", "eager")
 Row = dict[str, Any]
 
 
@@ -87,12 +90,14 @@ def measure_ours(
         return compute_logits(model, hidden).argmax(-1)
 
     calls = _record(model, config, backend, whole)
-    times: Row = {}
-    for part, call in calls.items():
-        taken = device_times(call, device, repeats=repeats, graph=part != "eager")
-        times[part] = median(taken) * 1e6
+    timed = {part: prepare(call, device) for part, call in calls.items()}
+    taken = interleaved(timed, repeats, device)
+    times = {part: median(seconds) * 1e6 for part, seconds in taken.items()}
+    times["projections"] = times["attention"] - times["indexer"] - times["sparse_mla"]
     times["rest"] = times["step"] - times["attention"]
-    yield {"side": "topkapi", "cache": pool.kv_cache_dtype, "graph": True, "us": times}
+    times["eager"] = median(host_seconds(whole, device, repeats)) * 1e6
+    how = {part: call.how for part, call in timed.items()}
+    yield {"side": "topkapi", "cache": pool.kv_cache_dtype, "how": how["step"], "us": times}
 
 
 def _record(
@@ -117,15 +122,28 @@ def _record(
         "attention": lambda: [module(*args, **kwargs) for module, args, kwargs in inputs],
         "indexer": lambda: [backend.forward_indexer(*args, **kw) for args, kw in indexed],
         "sparse_mla": lambda: [backend.forward(*args, **kw) for args, kw in attended],
-        "eager": whole,
     }
+
+
+def host_seconds(call: Callable[[], Any], device: torch.device, repeats: int) -> list[float]:
+    """Seconds from each call to its last result being there, after two that do not count."""
+    times = []
+    for _ in range(repeats + 2):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return times[2:]
 
 
 def measure_transformers(
     model: Any, config: DsaConfig, requests: int, context: int, attention: str, *, repeats: int
 ) -> Iterator[Row]:
     """Microseconds of the step and its attention, or the reason that there are none."""
-    row: Row = {"side": f"transformers-{attention}", "cache": "bf16", "graph": False}
+    row: Row = {"side": f"transformers-{attention}", "cache": "bf16", "how": "launches"}
     expanded = requests * context * config.num_attention_heads * model.dtype.itemsize
     expanded *= 2 * config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
     device = model.device
@@ -161,17 +179,16 @@ def _transformers_times(
     watched = {"attention": modules, "indexer": [module.indexer for module in modules]}
     spans = {name: _Spans(parts, device) for name, parts in watched.items()}
     with torch.no_grad():
-        whole = device_times(
+        whole = host_seconds(
             lambda: model(tokens, cache=cache, use_cache=True, logits_to_keep=1).logits.argmax(-1),
             device,
-            repeats=repeats,
-            graph=False,
+            repeats,
         )
-    times = {"step": median(whole) * 1e6}
-    times |= {
-        name: median(span.end(config.num_hidden_layers)) * 1e6 for name, span in spans.items()
-    }
-    return {**times, "rest": times["step"] - times["attention"]}
+    # Spans have the two first steps, too.
+    parts = {name: span.end(config.num_hidden_layers)[2:] for name, span in spans.items()}
+    parts["step"] = whole
+    parts["rest"] = [a - b for a, b in zip(whole, parts["attention"], strict=True)]
+    return {name: median(seconds) * 1e6 for name, seconds in parts.items()}
 
 
 class _Spans:

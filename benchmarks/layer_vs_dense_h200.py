@@ -4,8 +4,9 @@
 
 Ours is all a layer does between its projections, through the backend: both records of the new
 tokens written, the context scored, the best 2048 selected, attended. Dense is absorbed MLA through
-`torch.nn.functional.scaled_dot_product_attention`: the heads of a row are its queries, the latents
-one key and value head of 576 and 512 dims, lying in order already. Its backends are tried on a
+`torch.nn.functional.scaled_dot_product_attention` over latents that lie in order already, as one
+key and value head of 576 and 512 dims: either all heads' queries go to that one head (`rows`), or
+it is expanded, without a copy, to as many heads (`heads`). Backends and layouts are tried on a
 small piece and the fastest goes on. Of new prompt rows it takes 64 at a time, so that scores fit,
 and leaves out the causal mask among those 64, which saves it time.
 
@@ -16,7 +17,9 @@ from __future__ import annotations
 
 import argparse
 import gc
+import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,9 +28,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from device_time import device_times
 from random_cache import random_cache
 from topkapi.attention import AttentionLayer, ForwardBatch, ForwardMode, NativeSparseAttnBackend
+from topkapi.bench.clock import Timed, interleaved, prepare
 from topkapi.bench.random_model import random_config
 from topkapi.bench.record import environment, write_lines
 from topkapi.config import DsaConfig
@@ -41,6 +44,8 @@ BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
+# The math backend would copy what is expanded.
+LAYOUTS = {"flash": ("heads", "rows"), "cudnn": ("heads", "rows"), "efficient": ("heads", "rows")}
 Row = dict[str, Any]
 
 
@@ -87,42 +92,56 @@ def sparse_layer(
 
 def dense_layer(
     config: DsaConfig, requests: int, rows: int, context: int, device: torch.device
-) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """All of the dense attention, and a piece of it to try backends on."""
+) -> tuple[Callable[[str], Any], Callable[[str], Any]]:
+    """All of the dense attention in a layout, and a piece of it to try backends on."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     keys = torch.randn(requests, 1, context, config.latent_width, device=device, dtype=dtype)
     values = keys[..., : config.kv_lora_rank]
     heads = config.num_attention_heads
-    q = torch.randn(requests, 1, rows * heads, config.latent_width, device=device, dtype=dtype)
+    q = torch.randn(requests, heads, rows, config.latent_width, device=device, dtype=dtype)
+    flat = q.transpose(1, 2).reshape(requests, 1, rows * heads, -1)
 
-    def attend(first: int, last: int, some: int) -> torch.Tensor:
+    def attend(layout: str, first: int, last: int, some: int) -> torch.Tensor:
         seen = context - rows + last
-        return scaled_dot_product_attention(
-            q[:some, :, first * heads : last * heads],
-            keys[:some, :, :seen],
-            values[:some, :, :seen],
-            scale=config.scaling,
-        )
+        k, v = keys[:some, :, :seen], values[:some, :, :seen]
+        if layout == "rows":
+            part = flat[:some, :, first * heads : last * heads]
+        else:
+            part = q[:some, :, first:last]
+            k, v = k.expand(-1, heads, -1, -1), v.expand(-1, heads, -1, -1)
+        return scaled_dot_product_attention(part, k, v, scale=config.scaling)
 
-    def whole() -> None:
+    def whole(layout: str) -> None:
         for first in range(0, rows, ROWS_AT_ONCE):
-            attend(first, min(first + ROWS_AT_ONCE, rows), requests)
+            attend(layout, first, min(first + ROWS_AT_ONCE, rows), requests)
 
-    return whole, lambda: attend(0, min(ROWS_AT_ONCE, rows), min(requests, 8))
+    return whole, lambda layout: attend(layout, 0, min(ROWS_AT_ONCE, rows), min(requests, 8))
 
 
-def fastest_backend(piece: Callable[[], Any], device: torch.device) -> tuple[str, Row]:
-    """The name of the fastest usable backend, and what each took or why it refuses."""
+def fastest_backend(
+    piece: Callable[[str], Any], device: torch.device
+) -> tuple[tuple[str, str], Row]:
+    """Backend and layout of the fastest that can be, and what each took or why it refuses."""
     tried: Row = {}
     for name, backend in BACKENDS.items():
-        try:
-            with sdpa_kernel([backend]):
-                piece()
-                tried[name] = 1e6 * median(device_times(piece, device, repeats=3, graph=False))
-        except RuntimeError as error:
-            tried[name] = f"refused: {str(error).splitlines()[0][:80]}"
+        for layout in LAYOUTS.get(name, ("rows",)):
+            with warnings.catch_warnings(), sdpa_kernel([backend]):
+                warnings.simplefilter("ignore")
+                try:
+                    taken = dense_seconds(partial(piece, layout), device)
+                    tried[f"{name} {layout}"] = 1e6 * taken
+                except RuntimeError as error:
+                    reason = str(error).splitlines()[0][:60]
+                    tried[f"{name} {layout}"] = f"refused: {reason}"
     usable = {name: taken for name, taken in tried.items() if not isinstance(taken, str)}
-    return min(usable, key=lambda name: usable[name]), tried
+    name, layout = min(usable, key=lambda name: usable[name]).split()
+    return (name, layout), tried
+
+
+def dense_seconds(call: Callable[[], Any], device: torch.device) -> float:
+    """Median of three runs, launched and not captured: the math backend's memory would stay."""
+    call()
+    return median(interleaved({"dense": Timed(call, "launches")}, 3, device)["dense"])
 
 
 def measure(
@@ -138,17 +157,19 @@ def measure(
         case = {"phase": "decode" if rows == 1 else "prefill", "requests": requests, "rows": rows}
         case |= {"context": context}
         whole, piece = dense_layer(config, requests, rows, context, device)
-        backend, tried = fastest_backend(piece, device)
+        (backend, layout), tried = fastest_backend(piece, device)
         with sdpa_kernel([BACKENDS[backend]]):
-            dense = median(device_times(whole, device, repeats=3, graph=False)) * 1e6
-        yield {**case, "side": f"dense {backend}", "us": dense, "piece_us": tried}
+            dense = dense_seconds(partial(whole, layout), device) * 1e6
+        yield {**case, "side": f"dense {backend} {layout}", "us": dense, "piece_us": tried}
         del whole, piece
         for cache in formats:
             gc.collect()
             run = sparse_layer(config, requests, rows, context, cache, device)
-            ours = median(device_times(run, device, repeats=repeats)) * 1e6
-            yield {**case, "side": f"topkapi {cache}", "us": ours, "ratio": dense / ours}
-            del run
+            timed = prepare(run, device)
+            ours = median(interleaved({"ours": timed}, repeats, device)["ours"]) * 1e6
+            row = {**case, "side": f"topkapi {cache}", "how": timed.how, "us": ours}
+            yield {**row, "ratio": dense / ours}
+            del run, timed
 
 
 def show(row: Row) -> None:
