@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ def prepare(call: Call, device: torch.device) -> Timed:
     if device.type != "cuda":
         call()
         return Timed(call, "wall clock")
-    stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call, unused-ignore]
+    stream = _side_stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         call()
@@ -57,6 +58,12 @@ def prepare(call: Call, device: torch.device) -> Timed:
         graph = _capture(call)
     torch.cuda.synchronize(device)
     return Timed(call, "launches") if graph is None else Timed(graph.replay, "graph", graph)
+
+
+@lru_cache(maxsize=8)
+def _side_stream(device: torch.device) -> Any:
+    """One stream for all captures: the allocator keeps what it frees apart for each stream."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call, unused-ignore]
 
 
 def _capture(call: Call) -> torch.cuda.CUDAGraph | None:

@@ -44,13 +44,21 @@ def _plot_op(rows: Sequence[Row], target: Path) -> None:
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(row["group"], []).append(row)
+    # Panels of the same height side by side.
+    groups = dict(sorted(groups.items(), key=lambda item: -len(by_case(item[1]))))
     kernels = list(dict.fromkeys(row["kernel"] for row in rows))
     columns = min(_COLUMNS, len(groups))
     lines = -(-len(groups) // columns)
-    most = max(len(by_case(group)) for group in groups.values())
-    size = 3.6 * columns + 1.2, lines * (0.9 + 0.22 * most) + 0.6
+    sizes = [len(by_case(group)) for group in groups.values()]
+    heights = [0.9 + 0.2 * max(sizes[at : at + columns]) for at in range(0, len(sizes), columns)]
     figure, axes = pyplot.subplots(
-        lines, columns, figsize=size, layout="constrained", squeeze=False, sharex=True
+        lines,
+        columns,
+        figsize=(3.6 * columns + 1.2, sum(heights) + 0.6),
+        layout="constrained",
+        squeeze=False,
+        sharex=True,
+        height_ratios=heights,
     )
     flat = list(axes.flat)
     for axis, (group, found) in zip(flat, groups.items(), strict=False):
@@ -61,6 +69,8 @@ def _plot_op(rows: Sequence[Row], target: Path) -> None:
         shown = [line[at] for line in axes if line[at].axison]
         shown[-1].set_xlabel("time / floor")
         shown[-1].xaxis.set_tick_params(labelbottom=True)
+    slowest = max(1 / row["fraction"] for row in rows)
+    flat[0].set_xlim(0.8, 1.25 * max(slowest, 2.0))
     handles = [_mark(flat[0], kernel, index) for index, kernel in enumerate(kernels)]
     figure.legend(handles=handles, loc="outside upper center", ncols=min(6, len(kernels)))
     _save(pyplot, figure, target)
@@ -91,6 +101,8 @@ def _plot_group(axis: Any, group: str, rows: Sequence[Row], kernels: Sequence[st
     axis.axvline(1.0, color="black", linewidth=1)
     axis.set_yticks(list(place.values()), [_size(case) for case in place])
     axis.set_ylim(-0.6, len(place) - 0.4)
+    axis.set_xticks([1, 2, 5, 10, 20, 50, 100, 200, 500, 1000], minor=False)
+    axis.set_xticks([], minor=True)
     axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axis.set_title(group, fontsize=9)
     axis.tick_params(labelsize=8)
@@ -109,65 +121,78 @@ def plot_roofline(rows: Sequence[Row], target: Path) -> None:
     """
     pyplot = _pyplot()
     ours = [row for row in rows if row.get("role") == "ours" and "seconds" in row]
-    computing = [row for row in ours if row["flops"]]
-    moving = [row for row in ours if not row["flops"]]
+    kernels = list(dict.fromkeys(row["kernel"] for row in ours))
     figure, (left, right) = pyplot.subplots(
-        1, 2, figsize=(13, 5.4), layout="constrained", width_ratios=(3, 2)
+        1, 2, figsize=(13, 5.6), layout="constrained", width_ratios=(3, 2)
     )
     if ours:
         ceilings = ours[0]["ceilings"]
-        _plot_computing(left, computing, ceilings)
-        _plot_moving(right, moving, ceilings)
+        _plot_computing(left, [row for row in ours if row["flops"]], kernels, ceilings)
+        _plot_moving(right, [row for row in ours if not row["flops"]], kernels, ceilings)
         figure.suptitle(f"{ours[0]['device']}: our kernels under the measured ceilings")
     _save(pyplot, figure, target)
 
 
-def _series(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """By kernel, operation and phase."""
-    found: dict[str, list[Row]] = {}
+def _kind(row: Row) -> str:
+    """What one colour of the roofline stands for."""
+    if row["op"] == "sparse_mla":
+        return f"sparse_mla {row['size']['phase']}"
+    return f"{row['op']}, {row['arithmetic']}" if row["flops"] else str(row["op"])
+
+
+def _scatter(axis: Any, rows: Sequence[Row], kernels: Sequence[str], x: Any, y: Any) -> None:
+    """A colour for each kind, a mark for each kernel, and a legend of both."""
+    kinds = list(dict.fromkeys(_kind(row) for row in rows))
     for row in rows:
-        phase = row["size"]["phase"] if row["op"] in ("sparse_mla", "select") else ""
-        name = " ".join(filter(None, (row["kernel"], row["op"], phase)))
-        if row["op"] in ("sparse_mla", "indexer_logits", "select"):
-            name += f", {row['arithmetic']} products"
-        found.setdefault(name, []).append(row)
-    return found
-
-
-def _plot_computing(axis: Any, rows: Sequence[Row], ceilings: Row) -> None:
-    for index, (name, found) in enumerate(_series(rows).items()):
-        intensity = [row["flops"] / row["bytes"] for row in found]
-        reached = [row["flops"] / row["seconds"]["p50"] / 1e12 for row in found]
-        _mark(axis, name, index, intensity, reached)
-    low, high = axis.get_xlim()
-    edges = max(low, 0.5), max(high, 2 * ceilings["fp8"] / ceilings["bytes_per_second"])
-    used = dict.fromkeys(row["arithmetic"] for row in rows)
-    for style, arithmetic in zip(("-", "--", ":", "-."), used, strict=False):
-        peak = ceilings["bf16" if arithmetic == "fp16" else arithmetic]
-        ridge = peak / ceilings["bytes_per_second"]
-        corners = [edges[0], ridge, edges[1]]
-        heights = [min(peak, x * ceilings["bytes_per_second"]) / 1e12 for x in corners]
-        label = f"{arithmetic} ceiling, {peak / 1e12:.3g} TFLOP/s"
-        axis.plot(corners, heights, style, color="black", linewidth=1.2, label=label)
+        marker = _MARKERS[kernels.index(row["kernel"]) % len(_MARKERS)]
+        colour = f"C{kinds.index(_kind(row)) % 10}"
+        axis.plot(x(row), y(row), marker, color=colour, markersize=5, alpha=0.7)
+    for index, kind in enumerate(kinds):
+        axis.plot([], [], "s", color=f"C{index % 10}", label=kind)
+    for index, kernel in enumerate(kernels):
+        if any(row["kernel"] == kernel for row in rows):
+            axis.plot([], [], _MARKERS[index % len(_MARKERS)], color="grey", label=kernel)
     axis.set_xscale("log")
     axis.set_yscale("log")
+    axis.grid(visible=True, which="both", alpha=0.2)
+
+
+def _plot_computing(axis: Any, rows: Sequence[Row], kernels: Sequence[str], ceilings: Row) -> None:
+    def intensity(row: Row) -> float:
+        return float(row["flops"] / row["bytes"])
+
+    def reached(row: Row) -> float:
+        return float(row["flops"] / row["seconds"]["p50"] / 1e12)
+
+    _scatter(axis, rows, kernels, intensity, reached)
+    bandwidth = ceilings["bytes_per_second"]
+    left = min((intensity(row) for row in rows), default=1.0) / 2
+    right = 2 * max([ceilings["fp8"] / bandwidth, *(intensity(row) for row in rows)])
+    for style, arithmetic in zip(
+        ("-", "--", ":", "-."), dict.fromkeys(row["arithmetic"] for row in rows), strict=False
+    ):
+        peak = ceilings["bf16" if arithmetic == "fp16" else arithmetic]
+        corners = [left, peak / bandwidth, right]
+        heights = [min(peak, x * bandwidth) / 1e12 for x in corners]
+        label = f"{arithmetic} ceiling, {peak / 1e12:.4g} TFLOP/s"
+        axis.plot(corners, heights, style, color="black", linewidth=1.2, label=label)
     axis.set_xlabel("FLOPs a byte that must be moved")
     axis.set_ylabel("TFLOP/s")
-    axis.grid(visible=True, which="both", alpha=0.2)
     axis.legend(fontsize=7, loc="lower right")
 
 
-def _plot_moving(axis: Any, rows: Sequence[Row], ceilings: Row) -> None:
-    for index, (name, found) in enumerate(_series(rows).items()):
-        size = [row["bytes"] / 1e6 for row in found]
-        _mark(axis, name, index, size, [r["bytes"] / r["seconds"]["p50"] / 1e12 for r in found])
+def _plot_moving(axis: Any, rows: Sequence[Row], kernels: Sequence[str], ceilings: Row) -> None:
+    _scatter(
+        axis,
+        rows,
+        kernels,
+        lambda row: row["bytes"] / 1e6,
+        lambda row: row["bytes"] / row["seconds"]["p50"] / 1e12,
+    )
     ceiling = ceilings["bytes_per_second"] / 1e12
     axis.axhline(ceiling, color="black", linewidth=1.2, label=f"copy, {ceiling:.3g} TB/s")
-    axis.set_xscale("log")
-    axis.set_yscale("log")
     axis.set_xlabel("MB that must be moved")
     axis.set_ylabel("TB/s")
-    axis.grid(visible=True, which="both", alpha=0.2)
     axis.legend(fontsize=7, loc="lower right")
 
 

@@ -1,0 +1,49 @@
+"""Does the clock of the benchmarks capture what can be captured, and say what cannot?"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from topkapi.bench import ops
+from topkapi.bench.cases import BenchCase
+from topkapi.bench.ceilings import measure_ceilings
+from topkapi.bench.clock import interleaved, measure, prepare
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+CUDA = torch.device("cuda")
+
+
+def test_a_call_that_waits_for_the_device_is_timed_by_its_launches() -> None:
+    x = torch.ones(2**20, device=CUDA)
+    timed = {
+        "graph": prepare(lambda: x.neg(), CUDA),
+        "launches": prepare(lambda: x.sum().item(), CUDA),
+    }
+    assert {name: one.how for name, one in timed.items()} == {name: name for name in timed}
+    times = interleaved(timed, 5, CUDA)
+    assert all(0 < seconds < 0.1 for values in times.values() for seconds in values)
+    with pytest.raises(RuntimeError, match="cannot be captured"):
+        measure(lambda: x.sum().item(), 3)
+    # A failed capture leaves the device usable.
+    assert measure(lambda: x.neg(), 3)[1] > 0
+
+
+def test_ceilings_are_those_of_a_gpu() -> None:
+    found = measure_ceilings(CUDA)
+    assert found.bytes_per_second > 1e11
+    assert found.bf16 > found.fp32
+
+
+@pytest.mark.parametrize("op", ["topk", "select", "sparse_mla", "write_latent"])
+def test_a_case_is_checked_and_timed(op: str) -> None:
+    case = BenchCase(
+        op, rows=64, context=4096, cache="bf16", dtype=torch.bfloat16, index_heads=64, k=512
+    )
+    rows = list(ops.run([case], CUDA, ops.Plan(frozenset({"none"}), 0.01)))
+    (row,) = (row for row in rows if row["kernel"] == "triton")
+    assert row["timing"] == "graph", row
+    assert 0 < row["fraction"] < 1
