@@ -251,6 +251,13 @@ def test_variants_are_those_that_can_be(drafting: Path, monkeypatch: pytest.Monk
     assert options[BASE]["speculative_num_steps"] == 0
 
 
+def test_every_variant_writes_its_own_trace(drafting: Path, tmp_path: Path) -> None:
+    case = ServeCase(str(drafting), TRAFFIC, {**CPU, "trace": tmp_path / "trace.json"}, 0)
+    assert all("failed" not in row for row in measure(case))
+    names = ("engine", "no-prefix-cache", "speculation")
+    assert {file.name for file in tmp_path.iterdir()} == {f"trace-{name}.json" for name in names}
+
+
 def test_the_random_model_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "random_model", partial(random_model, **TINY))
     options = {"device": "cpu", "dtype": "fp32", "page_size": 8, "max_tokens_in_cache": 1024}

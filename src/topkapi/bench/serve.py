@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -193,7 +194,8 @@ def report(
 
 def variants(case: ServeCase) -> dict[str, dict[str, Any]]:
     """Names and engine options of the variants that this model and device have, the engine as it is
-    first. With drafts or without is `case.engine`'s `speculative_num_steps`: `auto` where it is 0.
+    first. `speculative_num_steps` is for the one that speculates, `auto` where it is 0. Each writes
+    a trace of its own.
     """
     options = dict(case.engine)
     steps = options.pop("speculative_num_steps", 0) or "auto"
@@ -206,6 +208,10 @@ def variants(case: ServeCase) -> dict[str, dict[str, Any]]:
         found[NO_GRAPHS] = {**found[BASE], "cuda_graphs": False}
     if _has_draft_layer(case):
         found[SPECULATION] = {**options, "speculative_num_steps": steps}
+    if options.get("trace"):
+        for name, given in found.items():
+            file = Path(options["trace"])
+            given["trace"] = file.with_stem(f"{file.stem}-{name.replace(' ', '-')}")
     return found
 
 

@@ -130,6 +130,7 @@ def _print_variants(rows: Sequence[dict[str, Any]]) -> None:
         "completed": _completed,
         "preempted": lambda row: str(row["preemptions"]),
         "prefix hits": lambda row: f"{row['prefix_hit_rate']:.0%}",
+        "steps replayed": lambda row: row["graphs"]["off"] or str(row["graphs"]["replays"]),
         "tokens a verifying step": lambda row: _number(row["acceptance_length"]),
         "other tokens": lambda row: f"{row['differ']} of {row['compared']}",
     }
