@@ -62,7 +62,7 @@ def with_kernels(monkeypatch: pytest.MonkeyPatch, *kernels: Kernel) -> None:
 
 
 def kernel(name: str, launch: Callable[..., Any], refusal: str | None = None) -> Kernel:
-    return Kernel(name, "topk", lambda problem: refusal, launch)
+    return Kernel(name, "topk", lambda problem: refusal, launch, peer=name != "triton")
 
 
 def right(logits: torch.Tensor, lengths: torch.Tensor, k: int, **_: object) -> torch.Tensor:

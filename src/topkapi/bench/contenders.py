@@ -20,24 +20,21 @@ from topkapi.bench.inputs import Arguments
 from topkapi.errors import ConfigError
 from topkapi.ops.registry import OPS
 
-# Kernels written here. `torch` is the CPU's; on a GPU it runs only when asked for by name.
-OURS = ("hopper", "triton", "tilelang", "torch")
 TORCH_TOPK = "torch.topk"
+# The CPU's kernel, which runs on a GPU only when it is asked for by name.
+_PLAIN = "torch"
 
 
 @dataclass(frozen=True)
 class Contender:
-    """`call()` gives the answer. `role` is `ours`, `peer`, or `baseline` for plain torch, whose
-    selections come in any order.
+    """`call()` gives the answer. `role` is `ours`, `peer`, or `baseline` for plain torch. Not
+    `exact`: its selections may come in any order, and choose among equals as they like.
     """
 
     name: str
     role: str
     call: Call
-
-    @property
-    def exact(self) -> bool:
-        return self.role != "baseline"
+    exact: bool = True
 
 
 def check_names(names: Collection[str]) -> None:
@@ -52,12 +49,15 @@ def contenders(
 ) -> Iterator[Contender]:
     """Ours, then those that `vs` names (`all`, `none`, or names of kernels and `torch.topk`)."""
     for kernel in OPS[case.op].kernels:
-        ours = kernel.name in OURS
-        plain = kernel.name == "torch" and device.type == "cuda"
-        wanted = kernel.name in vs or (not plain and (ours or "all" in vs))
+        plain = kernel.name == _PLAIN and device.type == "cuda"
+        wanted = kernel.name in vs or (not plain and (not kernel.peer or "all" in vs))
         if wanted:
-            call = partial(getattr(ops, case.op), **arguments, kernel=kernel.name)
-            yield Contender(kernel.name, "ours" if ours else "peer", call)
+            # What a step would keep for all its layers, such as a peer's schedule, is made by the
+            # first call and not timed.
+            step: Arguments = {"state": {}} if case.op == "sparse_mla" else {}
+            call = partial(getattr(ops, case.op), **arguments, **step, kernel=kernel.name)
+            role = "peer" if kernel.peer else "ours"
+            yield Contender(kernel.name, role, call, kernel.exact)
     if "all" in vs or TORCH_TOPK in vs:
         yield from _baselines(case, arguments, device)
 
@@ -65,14 +65,15 @@ def contenders(
 def _baselines(case: BenchCase, arguments: Arguments, device: torch.device) -> Iterator[Contender]:
     """What somebody without these kernels would write."""
     if case.op == "topk":
-        yield Contender(TORCH_TOPK, "baseline", partial(_topk, arguments["logits"], case.k))
+        call = partial(_topk, arguments["logits"], case.k)
+        yield Contender(TORCH_TOPK, "baseline", call, exact=False)
     if case.op == "select" and case.context >= case.k:
         scoring = {k: v for k, v in arguments.items() if k != "k"}
         for kernel in OPS["indexer_logits"].kernels:
-            if kernel.name == "torch" and device.type == "cuda":
+            if kernel.name == _PLAIN and device.type == "cuda":
                 continue
             call = partial(_score_and_topk, scoring, kernel.name, case.k)
-            yield Contender(f"{kernel.name} + {TORCH_TOPK}", "baseline", call)
+            yield Contender(f"{kernel.name} + {TORCH_TOPK}", "baseline", call, exact=False)
 
 
 def _topk(logits: torch.Tensor, k: int) -> torch.Tensor:

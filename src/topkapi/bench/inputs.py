@@ -46,6 +46,7 @@ def make_context(case: BenchCase, generator: torch.Generator) -> Context:
         max_seq_len_q=per,
         table=table.view(case.requests, pages * PAGE_SIZE).int(),
         table_rows=torch.arange(case.requests, device=device),
+        page_size=PAGE_SIZE,
     )
 
 
