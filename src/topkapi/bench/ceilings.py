@@ -21,6 +21,7 @@ class Ceilings:
     """Bytes a second of a copy (read and written both counted), FLOP a second of matrix products.
 
     `fp8_from` says where the fp8 figure comes from: `torch._scaled_mm`, or `twice bf16`.
+    `least_seconds` is what the clock shows for a kernel that does nothing; no floor contains it.
     """
 
     bytes_per_second: float
@@ -28,6 +29,7 @@ class Ceilings:
     bf16: float
     fp8: float
     fp8_from: str
+    least_seconds: float = 0.0
 
     def floor(self, moved: float, flops: float, arithmetic: str) -> float:
         """Seconds that `moved` bytes and `flops` of `arithmetic` (fp32, bf16, fp16, fp8) take at
@@ -62,7 +64,13 @@ def measure_ceilings(device: torch.device) -> Ceilings:
         bf16=found["bf16"],
         fp8=2 * found["bf16"] if fp8 is None else product / fp8,
         fp8_from="twice bf16" if fp8 is None else "torch._scaled_mm",
+        least_seconds=_seconds(_nothing(device), device, rounds),
     )
+
+
+def _nothing(device: torch.device) -> Callable[[], Any]:
+    one = torch.ones(1, device=device)
+    return lambda: torch.neg(one, out=one)
 
 
 def _matmul(a: torch.Tensor, out: torch.Tensor) -> Callable[[], Any]:

@@ -14,7 +14,8 @@ from topkapi.bench.record import append_lines, environment, read_lines, write_li
 from topkapi.device import resolve_device
 from topkapi.errors import ConfigError
 
-console = Console()
+# Wide where nobody wraps lines: in a file or a pipe.
+console = Console(width=None if sys.stdout.isatty() else 150)
 
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda[:N].")]
 

@@ -55,7 +55,8 @@ def _facts(rows: Sequence[Row]) -> list[str]:
             f"Ceilings measured in the same run: copy {ceilings['bytes_per_second'] / 1e12:.2f} "
             f"TB/s; matrix products of random data {ceilings['bf16'] / 1e12:.0f} TFLOP/s in bf16, "
             f"{ceilings['fp8'] / 1e12:.0f} in fp8 ({ceilings['fp8_from']}). The floor is the "
-            "larger of bytes and FLOPs over these.",
+            "larger of bytes and FLOPs over these. A kernel that does nothing takes "
+            f"{ceilings['least_seconds'] * 1e6:.1f} us by this clock.",
             "",
         ]
     how = {row["timing"] for row in rows if "timing" in row}
