@@ -31,14 +31,19 @@ class Rerun:
 
 
 class RerunRecorder:
-    """Keeps count of what it captured: the rows of each step's first output."""
+    """Keeps count of what it captured (the rows of each step's first output), and says when."""
 
     def __init__(self, quiet: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
         self.rows: list[int] = []
+        self.recording = False
         self._quiet = quiet
 
     def record(self, run: Callable[[], Outputs]) -> Rerun:
-        outputs = run()
+        self.recording = True
+        try:
+            outputs = run()
+        finally:
+            self.recording = False
         self.rows.append(outputs[0].shape[0])
         for out in outputs:
             out.fill_(float("nan") if out.is_floating_point() else -77)

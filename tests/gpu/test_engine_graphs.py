@@ -103,6 +103,7 @@ def test_what_cannot_be_captured_runs_eagerly_and_is_said_once() -> None:
         got = answers(llm)
     assert len([item for item in said if "captured" in str(item.message)]) == 1
     assert "synchroniz" in llm.stats().graphs.off
+    assert "test_engine_graphs.py" in llm.stats().graphs.off
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         assert [tokens for tokens, _ in answers(llm)] == [tokens for tokens, _ in got]
@@ -126,7 +127,8 @@ def test_a_capture_that_fails_halfway_leaves_nothing_behind() -> None:
     with pytest.warns(RuntimeWarning, match="cannot be captured"):
         answers(llm)
     assert llm.stats().graphs.num_graphs == 0
-    assert torch.cuda.memory_allocated() - before < 2**20
+    # The side stream's workspace for matrix products stays, 32 MiB on sm90.
+    assert torch.cuda.memory_allocated() - before < 2**20 + 2**25
 
 
 def test_a_step_waits_for_the_sampled_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:

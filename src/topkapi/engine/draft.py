@@ -15,6 +15,7 @@ have come together. Knows nothing about acceptance.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,7 +25,10 @@ from topkapi.attention.forward_batch import ForwardBatch, ForwardMode
 from topkapi.attention.layer_forward import LayerForward
 from topkapi.attention.multi_step import NativeSparseAttnMultiStepBackend
 from topkapi.cache import NSATokenToKVPool, ReqToTokenPool
+from topkapi.engine.draft_graphs import DraftGraphs
+from topkapi.engine.graphs import PaddedSizes, Recorder
 from topkapi.engine.scheduler import Chunk
+from topkapi.engine.step_plan import StepPlan
 from topkapi.models.attention import DsaStep
 from topkapi.models.mtp import MtpLayer
 
@@ -50,7 +54,13 @@ class _Waiting:
 
 
 class Drafter:
-    """The MTP layer over the engine's own pools, under its own layer id."""
+    """The MTP layer over the engine's own pools, under its own layer id.
+
+    Attributes:
+        graphs: captured rounds, once `use_graphs` was called.
+    """
+
+    graphs: DraftGraphs | None = None
 
     def __init__(
         self,
@@ -81,6 +91,7 @@ class Drafter:
             steps: NativeSparseAttnMultiStepBackend(self._backend, 1, steps)
             for steps in range(1, max_drafts)
         }
+        self._max_drafts = max_drafts
         self._capacity = max(_CAPACITY, max_drafts + 1)
         shape = (rows.size, self._capacity, mtp.hidden_size)
         self._hidden = torch.zeros(shape, dtype=pool.page_hidden.dtype, device=self._device)
@@ -108,6 +119,43 @@ class Drafter:
             assert self._pool.page_hidden is not None, "checked when this was made"
             row_of, page = self._to_device(pages).T
             self._hidden[row_of, 0] = self._pool.page_hidden[page]
+
+    def use_graphs(
+        self,
+        recorder: Recorder,
+        sizes: PaddedSizes,
+        quiet: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        """Replay rounds of greedy drafting from now on."""
+        self.graphs = DraftGraphs(
+            self._mtp,
+            self._backend,
+            self._table,
+            self._pool,
+            self._hidden,
+            rows_per_request=self._max_drafts + 1,
+            recorder=recorder,
+            sizes=sizes,
+            quiet=quiet,
+        )
+
+    def replay(self, chunks: Sequence[Chunk], num_drafts: int) -> torch.Tensor | None:
+        """As `propose` with the best token each time, replayed; None where nothing is captured."""
+        if self.graphs is None or self.graphs.graphs.off:
+            return None
+        counts = [self._waiting[_row(chunk)].count for chunk in chunks]
+        plan = StepPlan(
+            token_ids=tuple(
+                token
+                for chunk, count in zip(chunks, counts, strict=True)
+                for token in chunk.request.token_ids[chunk.start + 1 - count : chunk.start + 1]
+            ),
+            q_lens=tuple(counts),
+            kv_lens=tuple(chunk.start for chunk in chunks),
+            rows=tuple(_row(chunk) for chunk in chunks),
+            new_pages=(),
+        )
+        return self.graphs.propose(plan, num_drafts)
 
     def propose(self, chunks: Sequence[Chunk], num_drafts: int, choose: Choose) -> torch.Tensor:
         """`num_drafts` tokens to follow each chunk's last one: `[D, num_drafts]` int64.

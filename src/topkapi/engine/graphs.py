@@ -146,7 +146,7 @@ class Graphs(Generic[Step]):
 
     def _give_up(self, error: Exception) -> None:
         self.off = f"{self.kind} cannot be captured: {_told(error)}"
-        # Nothing may replay a graph whose pool a failed capture has touched.
+        # The few sizes that went well are not worth their memory.
         self._steps.clear()
         warnings.warn(
             f"CUDA graphs: {self.off}. These steps run eagerly from now on, with the same results "

@@ -17,7 +17,7 @@ import torch
 from topkapi.attention.backend import NativeSparseAttnBackend
 from topkapi.attention.forward_batch import ForwardBatch, ForwardMode
 from topkapi.cache import NSATokenToKVPool, ReqToTokenPool
-from topkapi.engine.graphs import GraphStats, PaddedSizes, Recorder
+from topkapi.engine.graphs import Graphs, GraphStats, PaddedSizes, Recorder, total
 from topkapi.engine.logprobs import chosen_to_host, note_prompt_logprobs
 from topkapi.engine.request import Sampled, SamplingRow
 from topkapi.engine.sampler import Sampler
@@ -27,6 +27,7 @@ from topkapi.engine.step_plan import StepPlan
 from topkapi.engine.timeline import Timeline
 from topkapi.models.attention import DsaStep
 from topkapi.models.decoder import compute_logits, run_decoder
+from topkapi.models.experts import prepare_capturable
 from topkapi.models.row_invariant import prepare
 
 
@@ -86,6 +87,8 @@ class Runner:
         quiet: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         """Replay decode steps from now on. `quiet()` holds off whoever watches the modules."""
+        if not self._backend.options.deterministic:
+            prepare_capturable(self._model)
         self._graphs = ModelGraphs(
             self._model,
             self._backend,
@@ -104,7 +107,12 @@ class Runner:
 
     def graph_stats(self) -> GraphStats | None:
         """None where nothing is to be captured. Memory is asked of the device; no wait."""
-        return None if self._graphs is None else self._graphs.graphs.stats()
+        kinds = self._kinds()
+        return total([kind.stats() for kind in kinds]) if kinds else None
+
+    def _kinds(self) -> list[Graphs[Any]]:
+        """What is captured, by kind of step."""
+        return [] if self._graphs is None else [self._graphs.graphs]
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> torch.Tensor:

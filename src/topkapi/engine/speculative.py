@@ -17,7 +17,8 @@ before any row sees so far. Knows nothing about pages, stops or text.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal
@@ -30,6 +31,7 @@ from topkapi.cache import NSATokenToKVPool, ReqToTokenPool
 from topkapi.config import DsaConfig
 from topkapi.engine.draft import Drafter
 from topkapi.engine.draft_length import DraftLength
+from topkapi.engine.graphs import Graphs, PaddedSizes, Recorder
 from topkapi.engine.logprobs import chosen_to_host, note_prompt_logprobs
 from topkapi.engine.request import Request, Sampled, SamplingRow
 from topkapi.engine.runner import Runner
@@ -115,8 +117,8 @@ class DraftRow(SamplingRow):
 
 @dataclass(frozen=True)
 class _Drafts:
-    """`tokens [D, k]` int64 of D requests, each step's logits `[D, V]`, and the tokens on the host
-    where some request's choice depends on them.
+    """`tokens [D, k]` int64 of D requests, each step's logits `[D, V]` (none where all are greedy),
+    and the tokens on the host where some request's choice depends on them.
     """
 
     tokens: torch.Tensor
@@ -186,12 +188,30 @@ class SpeculativeRunner(Runner):
 
     def _now(self) -> float:
         """Seconds on a clock that stands still while a step is captured."""
-        captured = 0.0 if self._graphs is None else self._graphs.graphs.capture_seconds
-        return time.perf_counter() - captured
+        return time.perf_counter() - sum(kind.capture_seconds for kind in self._kinds())
+
+    def use_graphs(
+        self,
+        recorder: Recorder,
+        sizes: PaddedSizes,
+        quiet: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        """Replay decoding and verifying steps, and rounds of greedy drafting, from now on."""
+        super().use_graphs(recorder, sizes, quiet)
+        self._drafter.use_graphs(recorder, sizes, quiet)
+
+    def _kinds(self) -> list[Graphs[Any]]:
+        drafting = self._drafter.graphs
+        return [*super()._kinds(), *([] if drafting is None else [drafting.graphs])]
 
     def _propose(self, chunks: Sequence[Chunk]) -> _Drafts | None:
         if not chunks:
             return None
+        asked = any(_reads_drafts(chunk.request) for chunk in chunks)
+        if all(chunk.request.params.temperature == 0 for chunk in chunks):
+            tokens = self._drafter.replay(chunks, chunks[0].num_drafts)
+            if tokens is not None:
+                return _Drafts(tokens, (), tokens.tolist() if asked else None)
         logits: list[torch.Tensor] = []
 
         def choose(step_logits: torch.Tensor, place: int) -> torch.Tensor:
@@ -202,7 +222,6 @@ class SpeculativeRunner(Runner):
             ).token_ids.clamp_min(0)
 
         tokens = self._drafter.propose(chunks, chunks[0].num_drafts, choose)
-        asked = any(_reads_drafts(chunk.request) for chunk in chunks)
         return _Drafts(tokens, logits, tokens.tolist() if asked else None)
 
     def _verify(

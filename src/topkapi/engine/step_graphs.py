@@ -36,13 +36,15 @@ class StepInputs:
             lengths: 0 is padding.
     """
 
-    def __init__(self, requests: int, rows: int, device: torch.device, extra: int = 0) -> None:
-        """All of it padding. `[extra, B]` more numbers are kept for the caller."""
-        sizes = [rows, rows, rows, requests, requests, extra * requests]
+    def __init__(
+        self, requests: int, rows: int, device: torch.device, extra: Sequence[int] = ()
+    ) -> None:
+        """All of it padding. `extra` are the lengths of more vectors."""
+        sizes = [rows, rows, rows, requests, requests, *extra]
         self.vector = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
         parts = torch.split(self.vector, sizes)
         self.tokens, self.positions, self.table_rows, self.request_rows, self.seq_lens = parts[:5]
-        self.extra = parts[5].view(extra, requests)
+        self.extra = parts[5:]
         self.table_rows.fill_(-1)
 
     def fill(
@@ -51,7 +53,9 @@ class StepInputs:
         seq_lens: Sequence[int],
         extra: Sequence[Sequence[int]] = (),
     ) -> None:
-        """Every element, from host numbers, without waiting for the device."""
+        """Every element, from host numbers, without waiting for the device. `extra` are the other
+        vectors' numbers.
+        """
         rows, requests = len(self.tokens), len(self.seq_lens)
         positions: list[int] = []
         table_rows: list[int] = []
@@ -65,8 +69,8 @@ class StepInputs:
             *_padded(plan.rows, requests),
             *_padded(seq_lens, requests),
         ]
-        for values in extra:
-            numbers += _padded(values, requests)
+        for values, part in zip(extra, self.extra, strict=True):
+            numbers += _padded(values, len(part))
         self.vector.copy_(torch.tensor(numbers, dtype=torch.int64), non_blocking=True)
 
     def slots(self, table: torch.Tensor) -> torch.Tensor:

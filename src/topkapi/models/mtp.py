@@ -41,6 +41,7 @@ class MtpLayer:
     Attributes:
         layer_id: the first number after the model's own layers.
         hidden_size: width of the hidden states it takes and gives.
+        layer: the decoder layer itself.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class MtpLayer:
         self.layer_id = config.num_hidden_layers
         self.hidden_size = int(model.config.hidden_size)
         self._rotary = decoder_of(model).rotary_emb
-        self._layer = layer
+        self.layer = layer
         self._parts = parts
         attention: Any = layer.self_attn
         replaced = DsaAttention(attention, config, self.layer_id)
@@ -82,7 +83,7 @@ class MtpLayer:
             (parts["enorm"](parts["embedding"](token_ids)), parts["hnorm"](hidden)), dim=-1
         )
         x = parts["eh_proj"](pair)[None]
-        output = self._layer(
+        output = self.layer(
             x,
             attention_mask=None,
             position_ids=positions[None],

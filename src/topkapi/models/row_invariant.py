@@ -18,6 +18,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from topkapi.models.experts import prepare_row_invariant
+
 # On a GPU a product of few rows takes as long as reading the weights, and launches cost.
 _CPU_TILE = 16
 _GPU_TILE = 128
@@ -56,7 +58,7 @@ def prepare(model: Any) -> None:
     """Ready a Transformers model, for good: experts are computed one after another, through
     `linear`, and the head is row-invariant outside of the context, too.
     """
-    model.set_experts_implementation("eager")
+    prepare_row_invariant(model)
     head: Any = model.get_output_embeddings()
     if type(head).forward is nn.Linear.forward:
         head.forward = partial(row_invariant_linear, weight=head.weight, bias=head.bias)
