@@ -149,7 +149,8 @@ def _completed(row: dict[str, Any]) -> str:
 
 
 def _spread(values: dict[str, float], scale: float) -> str:
-    return " / ".join(f"{value * scale:.3g}" for value in values.values())
+    scaled = [value * scale for value in values.values()]
+    return " / ".join(f"{value:.0f}" if value >= 100 else f"{value:.3g}" for value in scaled)
 
 
 def _number(value: float | None) -> str:
