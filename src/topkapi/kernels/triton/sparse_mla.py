@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from topkapi.device import DeviceInfo
 from topkapi.dispatch import Kernel, Problem
@@ -180,9 +181,11 @@ def _attend(
 def _combine(
     partial, partial_lse2, sinks, out, lse, rows_stride, splits,
     H: tl.constexpr, L: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
+    HAS_SINKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Merge the partial results of one (row, head), each weighing exp2(lse2 - their maximum)."""
+    if EARLY:
+        gdc_wait()
     place = tl.program_id(0).to(tl.int64)
     dim = tl.arange(0, BLOCK_L)
     split = tl.arange(0, BLOCK_SPLITS)
@@ -282,9 +285,9 @@ def sparse_mla(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `reference.sparse_mla`. Never synchronises; safe inside capture.
 
-    `tile` and `splits` override what is chosen, for measuring. `batch_invariant` never splits a row:
-    how many programs share one depends on how many rows there are. Temporaries: nothing, or with
-    several programs a row `splits * R * H * (v_dim + 1)` fp32, within `budget_bytes`.
+    `tile` and `splits` override what is chosen, for measuring. `batch_invariant` never splits a
+    row: how many programs share one depends on how many rows there are. Temporaries: nothing, or
+    with several programs a row `splits * R * H * (v_dim + 1)` fp32, within `budget_bytes`.
     """
     rows, heads, dims = q.shape
     rope_dim = dims - v_dim
@@ -344,12 +347,30 @@ def sparse_mla(
             num_stages=tile.stages,
         )  # fmt: skip
     if splits > 1:
-        _combine[(rows * heads,)](
-            target, target_lse, lse if sinks is None else sinks, out, lse, rows * heads, splits,
-            H=heads, L=v_dim, BLOCK_L=block_l, BLOCK_SPLITS=triton.next_power_of_2(splits),
-            HAS_SINKS=sinks is not None, num_warps=4,
-        )  # fmt: skip
+        combine(target, target_lse, sinks, out, lse)
     return out, lse
+
+
+def combine(
+    partial: torch.Tensor,
+    partial_lse2: torch.Tensor,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    early: bool = False,
+) -> None:
+    """Merge `partial [splits, R, H, L]` fp32 and their base-2 lse into `out` and `lse`.
+
+    `early` (sm90 on) launches before the kernel that writes them has ended, and waits there.
+    """
+    splits, rows, heads, latent = partial.shape
+    _combine[(rows * heads,)](
+        partial, partial_lse2, lse if sinks is None else sinks, out, lse, rows * heads, splits,
+        H=heads, L=latent, BLOCK_L=max(16, triton.next_power_of_2(latent)),
+        BLOCK_SPLITS=triton.next_power_of_2(splits), HAS_SINKS=sinks is not None, EARLY=early,
+        num_warps=4, **({"launch_pdl": True} if early else {}),
+    )  # fmt: skip
 
 
 def _refuse(problem: Problem) -> str | None:
