@@ -167,7 +167,7 @@ class Drafter:
         starts = [chunk.start for chunk in chunks]
         hidden = self._catch_up(chunks, counts, starts, ForwardMode.DRAFT_EXTEND)
         ends = torch.tensor(counts).cumsum(0) - 1
-        hidden = hidden[ends.to(self._device)]
+        hidden = hidden[ends.to(self._device, non_blocking=True)]
         drafts = [choose(self._mtp.logits(hidden), 0)]
         if num_drafts > 1:
             batch = self._batch(ForwardMode.DECODE, [1] * len(chunks), starts, chunks, ahead=1)
