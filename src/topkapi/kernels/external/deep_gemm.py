@@ -6,9 +6,10 @@ Its quirks: columns outside a row's range hold garbage, which is overwritten by 
 top-k follows, never looked at); ragged keys lie one after another, so that a block of rows gathers
 the keys of its own requests, codes and scales apart, nothing dequantised; paged keys are read
 through a table of 64-token pages, one row a request; its schedule depends on the lengths and is
-made in the call. Its relu turns NaN into 0: a query with NaN makes its head's weight NaN first (a
-key with NaN has a scale of NaN already). It compiles with nvcc at first use, seconds a kernel.
-Products of e4m3 keep about 13 bits of a sum on sm90, as ours do there.
+made in the call. Its relu turns NaN into 0: what a NaN spoiled becomes NaN again, queries by their
+heads' weights, keys by their scales. It compiles with nvcc at first use, seconds a kernel: call once
+before capturing a graph, as with any compiled kernel. Products of e4m3 keep about 13 bits of a sum
+on sm90, as ours do there.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from topkapi.layout.index_key import fp8_page_views
 
 PAGE = 64
 HEADS = (32, 64)
+# The scale of a key that held inf or NaN (`power_of_two_scale`): nothing finite has a larger one.
+SPOILED = 2.0**120
 # Key ranges of requests begin at multiples of this in the gathered keys.
 ALIGNMENT = 128
 
@@ -156,7 +159,7 @@ def _rows_at_once(rows: int, context: Context, dims: int, budget_bytes: int, pag
 
     n rows belong to at most n requests, and to no more than there are (one more with padding).
     """
-    logits = 4 * (context.max_length + 2 * ALIGNMENT)
+    logits = (9 if paged else 4) * (context.max_length + 2 * ALIGNMENT)
     keys = 0 if paged else (dims + 12) * (context.max_length + ALIGNMENT)
     together = (budget_bytes - (context.num_requests + 1) * keys) // logits
     alone = budget_bytes // (logits + keys)
@@ -183,7 +186,7 @@ def _paged(
     table = pages.masked_fill_(unused, 0).to(torch.int32)
     cache = index_cache.view(index_cache.shape[0], PAGE, 1, -1)
     schedule = peer.schedule(lengths, PAGE, device_info(q.device).num_sms)
-    return peer.paged(
+    logits = peer.paged(
         q[:, None].contiguous(),
         cache,
         weights.contiguous(),
@@ -193,6 +196,9 @@ def _paged(
         table.shape[1] * PAGE,
         clean_logits=False,
     )
+    _, scales = fp8_page_views(index_cache, q.shape[2], PAGE)
+    spoiled = scales.index_select(0, table.flatten()) >= SPOILED
+    return logits.masked_fill_(spoiled.view(logits.shape), float("nan"))
 
 
 def _ragged(
@@ -249,7 +255,9 @@ def _gather_keys(
     slots = torch.where(column < lengths[:, None], slots, 0).flatten()
     page, offset = slots // page_size, slots % page_size
     keys, scales = fp8_page_views(index_cache, dims, page_size)
-    return keys.view(torch.uint8)[page, offset].view(torch.float8_e4m3fn), scales[page, offset]
+    scale = scales[page, offset]
+    scale = scale.masked_fill_(scale >= SPOILED, float("nan"))
+    return keys.view(torch.uint8)[page, offset].view(torch.float8_e4m3fn), scale
 
 
 def _refuse(problem: Problem) -> str | None:
@@ -262,8 +270,6 @@ def _refuse(problem: Problem) -> str | None:
         return f"reads fp8 keys, got {problem.cache_format}"
     if problem.index_dim != 128 or problem.num_heads not in HEADS:
         return f"takes 32 or 64 heads of 128, got {problem.num_heads} of {problem.index_dim}"
-    if problem.capture:
-        return "is not captured in a graph: it may compile and load a kernel at any call"
     return refuse_package(PROVIDERS)
 
 

@@ -4,7 +4,8 @@
 
 The selection is its page table: one "page" is one token, each row a sequence of its own. Its
 quirks: no -1 inside the counted length, so that selections are compacted; what lies past the length
-may still be read, so that it repeats a slot of the same row.
+may still be read, so that it repeats a slot of the same row; scores of NaN give out NaN but an lse
+of -inf, which becomes NaN. A row of length 0 gives 0 and -inf, as it should.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 
 from topkapi.dispatch import Kernel, Problem
 from topkapi.kernels.external.packages import Provider, load_library, loaded, refuse_package
-from topkapi.kernels.external.selected import compacted, emptied
+from topkapi.kernels.external.selected import compacted
 
 # (q_rope [R, 1, H, 64], k [slots, 1, 1, 64], v [slots, 1, 1, 512], q_latent [R, 1, H, 512],
 # page_table [R, K], counts [R], scale, cap) to (out [R, 1, H, 512], lse [R, H, 1]).
@@ -122,7 +123,8 @@ def sparse_mla(
         scale,
         logit_cap,
     )
-    return emptied(out[:, 0], lse[:, :, 0], counts == 0)
+    out = out[:, 0]
+    return out, lse[:, :, 0] + out[:, :, 0] * 0.0
 
 
 def _refuse(problem: Problem) -> str | None:

@@ -87,7 +87,8 @@ def probe(providers: tuple[Provider, ...]) -> Loaded | str:
         try:
             call = provider.load()
         except LOAD_ERRORS as error:
-            cause = str(error).strip().splitlines() or [type(error).__name__]
+            # torch says which library did not load, and its cause why.
+            cause = str(error.__cause__ or error).strip().splitlines() or [type(error).__name__]
             reasons.append(f"{provider.package} {version_of(provider)} does not load: {cause[0]}")
             continue
         return Loaded(call, provider.package, version_of(provider))

@@ -1,6 +1,6 @@
 """What peers want of a selection that ours does not say: no holes, whole tiles, other records.
 
-Plain torch on the tensors' own device: never synchronises, safe inside capture. Knows no package.
+Nothing here synchronises; all of it is safe inside capture. Knows no package.
 """
 
 from __future__ import annotations
@@ -38,16 +38,20 @@ def padded_heads(q: torch.Tensor, heads: int) -> torch.Tensor:
 def compacted(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A selection without holes: `slots [R, K]` int32 and how many of them count, `[R]` int32.
 
-    The order is kept. What is past the count repeats a slot of its own row, so that a kernel that
-    reads it under a mask finds no other row's NaN; an empty row repeats slot 0.
+    The order is kept. What is past the count repeats the row's highest slot, so that a kernel that
+    reads it under a mask finds no other row's NaN; an empty row repeats slot 0. One launch on GPUs.
     """
+    if slots.is_cuda and device_info(slots.device).has_triton and slots.numel():
+        from topkapi.kernels.external.compaction import compact
+
+        return compact(slots)
     valid = slots >= 0
     counts = valid.sum(1, dtype=torch.int32)
     place = valid.cumsum(1, dtype=torch.int32).sub_(1)
-    last = slots.amax(1, keepdim=True).clamp_min(0) if slots.shape[1] else slots
-    target = torch.cat((last.expand_as(slots), last), 1).to(torch.int32)
+    highest = slots.amax(1, keepdim=True).clamp_min(0) if slots.shape[1] else slots
+    target = torch.cat((highest.expand_as(slots), highest), 1).to(torch.int32)
     place = torch.where(valid, place, slots.shape[1]).long()
-    target.scatter_(1, place, torch.where(valid, slots, last).to(torch.int32))
+    target.scatter_(1, place, torch.where(valid, slots, highest).to(torch.int32))
     return target[:, : slots.shape[1]].contiguous(), counts
 
 
@@ -98,10 +102,6 @@ def rows_within(budget_bytes: int, slots: torch.Tensor, width: int, itemsize: in
 def emptied(
     out: torch.Tensor, lse: torch.Tensor, empty: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows `empty [R]` bool of out `[R, H, v]` and lse `[R, H]` as the contract has them: 0 and
-    -inf. Another row whose lse is -inf had scores of NaN, which its peak lost, and gets NaN.
-    """
+    """Rows `empty [R]` bool of out `[R, H, v]` and lse `[R, H]` as the contract has them."""
     out.masked_fill_(empty[:, None, None], 0.0)
-    lost = (lse == float("-inf")) & ~empty[:, None]
-    lse = lse.masked_fill(lost, float("nan")).masked_fill(empty[:, None], float("-inf"))
-    return out, lse
+    return out, lse.masked_fill(empty[:, None], float("-inf"))
