@@ -7,9 +7,8 @@ top-k follows, never looked at); ragged keys lie one after another, so that a bl
 the keys of its own requests, codes and scales apart, nothing dequantised; paged keys are read
 through a table of 64-token pages, one row a request; its schedule depends on the lengths and is
 made in the call. Its relu turns NaN into 0: what a NaN spoiled becomes NaN again, queries by their
-heads' weights, keys by their scales. It compiles with nvcc at first use, seconds a kernel: call once
-before capturing a graph, as with any compiled kernel. Products of e4m3 keep about 13 bits of a sum
-on sm90, as ours do there.
+heads' weights, keys by their scales. Products of e4m3 keep about 13 bits of a sum on sm90, as ours
+do there. It compiles with nvcc at first use, seconds a kernel: call once before capturing a graph.
 """
 
 from __future__ import annotations
