@@ -1,0 +1,51 @@
+"""On a GPU, too, deterministic attention gives a row its bits whatever shares its batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from topkapi import ops, reference
+from topkapi.errors import KernelRefusedError
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+ROWS = 300
+
+
+@pytest.fixture(scope="module", params=[(16, "bf16"), (128, "bf16"), (16, "fp8"), (128, "fp8")])
+def arguments(request: pytest.FixtureRequest) -> dict[str, Any]:
+    heads, cache_format = request.param
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+
+    cache = normal(5056, 1, 576)
+    if cache_format == "fp8":
+        records = torch.zeros(5056, 1, 656, dtype=torch.uint8, device="cuda")
+        slots = torch.arange(5056, device="cuda")
+        reference.write_latent(records, slots, cache[:, 0, :512], cache[:, 0, 512:])
+        cache = records
+    slots = torch.randint(0, 5056, (ROWS, 2048), generator=generator, device="cuda").int()
+    return {"q": normal(ROWS, heads, 576), "kv_cache": cache, "slots": slots, "scale": 0.05}
+
+
+@pytest.mark.parametrize("rows", [(0, 1), (7, 15), (1, 200), (299, 300)])
+def test_a_row_alone_and_among_many(arguments: dict[str, Any], rows: tuple[int, int]) -> None:
+    part = slice(*rows)
+    whole = ops.sparse_mla(**arguments, batch_invariant=True)
+    some = {**arguments, "q": arguments["q"][part], "slots": arguments["slots"][part]}
+    for phase in ("prefill", "decode"):
+        alone = ops.sparse_mla(**some, batch_invariant=True, phase=phase)  # type: ignore[arg-type]
+        for one, many in zip(alone, whole, strict=True):
+            assert torch.equal(one, many[part]), phase
+
+
+def test_a_kernel_that_cannot_promise_it_is_refused(arguments: dict[str, Any]) -> None:
+    with pytest.raises(KernelRefusedError, match="bits depend on its batch"):
+        ops.sparse_mla(**arguments, batch_invariant=True, kernel="torch")
