@@ -78,11 +78,11 @@ def refused(kernel: Kernel, case: SparseMlaCase, phase: str = "prefill") -> str 
 
 ATTENDED = (
     *(case for case in SPARSE_MLA_CASES if case.dtype == BF16 and case.latent + case.rope == 576),
-    SparseMlaCase("wide", 70, heads=128, k=2048, num_slots=5056, cache=BF16, dtype=BF16),
+    SparseMlaCase("wide", 20, heads=128, k=2048, num_slots=5056, cache=BF16, dtype=BF16),
     SparseMlaCase("wide holes", 300, heads=64, k=333, num_slots=5056, cache=BF16, dtype=BF16,
                   pattern="holes"),
     SparseMlaCase("63 heads, sinks", 9, heads=63, k=65, cache=BF16, dtype=BF16, sinks=True),
-    SparseMlaCase("narrow", 70, heads=16, k=2048, num_slots=5056, cache=BF16, dtype=BF16),
+    SparseMlaCase("narrow", 20, heads=16, k=2048, num_slots=5056, cache=BF16, dtype=BF16),
     SparseMlaCase("one head", 5, heads=1, k=1, cache=BF16, dtype=BF16, pattern="full"),
     SparseMlaCase("all empty", 3, heads=16, cache=BF16, dtype=BF16, pattern="all empty"),
     SparseMlaCase("leading", 3, heads=16, k=130, cache=BF16, dtype=BF16, pattern="leading"),
@@ -91,7 +91,8 @@ ATTENDED = (
     SparseMlaCase("inf query", 5, heads=16, cache=BF16, dtype=BF16, poison="query inf"),
     SparseMlaCase("NaN slot", 5, heads=16, k=3, cache=BF16, dtype=BF16, pattern="full",
                   poison="selected", seed=3),
-    SparseMlaCase("fp8 wide", 129, heads=128, k=2048, num_slots=5056, cache=FP8, dtype=BF16),
+    SparseMlaCase("fp8 wide", 20, heads=128, k=2048, num_slots=5056, cache=FP8, dtype=BF16),
+    SparseMlaCase("fp8 many rows", 200, heads=64, k=96, cache=FP8, dtype=BF16, pattern="holes"),
     SparseMlaCase("fp8 unpaged", 5, heads=3, k=7, cache=FP8, dtype=BF16, num_slots=101),
     SparseMlaCase("fp8 sinks", 5, heads=65, k=70, cache=FP8, dtype=BF16, sinks=True),
     SparseMlaCase("fp8 no slots", 3, heads=16, k=0, cache=FP8, dtype=BF16, pattern="full"),
