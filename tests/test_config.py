@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from topkapi.config import BackendOptions, DsaConfig, attention_scaling, indexer_types
+from topkapi.config import KERNEL_NAMES, BackendOptions, DsaConfig, attention_scaling, indexer_types
 from topkapi.errors import ConfigError, UnsupportedModelError
 
 
@@ -128,3 +128,14 @@ def test_options_come_from_the_environment_in_one_place() -> None:
 def test_no_value_is_swallowed(environ: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         BackendOptions.from_environment(environ)
+
+
+@pytest.mark.parametrize("option", list(KERNEL_NAMES))
+def test_kernel_names_are_known_or_refused(option: str) -> None:
+    for name in KERNEL_NAMES[option]:
+        assert getattr(BackendOptions(**{option: name}), option) == name  # type: ignore[arg-type]
+    known = ", ".join(KERNEL_NAMES[option])
+    with pytest.raises(ConfigError, match=f"{option}: expected one of {known}, got 'Triton'"):
+        BackendOptions(**{option: "Triton"})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=f"{option}: expected one of"):
+        BackendOptions.from_environment({f"TOPKAPI_{option.upper()}": "nonesuch"})
