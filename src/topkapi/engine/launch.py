@@ -39,6 +39,7 @@ from topkapi.engine.speculative import (
 )
 from topkapi.engine.timeline import Timeline
 from topkapi.errors import ConfigError
+from topkapi.models.compiled import compile_rest
 from topkapi.models.decoder import attention_modules
 
 _FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -82,6 +83,12 @@ class EngineOptions:
             raise ConfigError(f"memory_fraction: expected (0, 1], got {self.memory_fraction}")
         check_num_steps(self.speculative_num_steps)
         PaddedSizes(self.max_running_requests, self.cuda_graph_batch_sizes)
+        if self.compile and self.backend.deterministic:
+            raise ConfigError("compile: what is compiled cannot be deterministic; choose one")
+
+    @property
+    def scheduling(self) -> SchedulerLimits:
+        return SchedulerLimits(self.max_batch_tokens, self.max_running_requests)
 
 
 def make_engine(
@@ -97,7 +104,8 @@ def make_engine(
     `place` is where this process stands among the ranks of a split model; all of them must call.
     Raises `ConfigError` when not one page of cache fits, or for a cache format unknown.
     """
-    scheduling = SchedulerLimits(options.max_batch_tokens, options.max_running_requests)
+    if options.compile:
+        compile_rest(model)
     parameter = next(model.parameters())
     device = parameter.device
     context = min(config.max_position_embeddings, options.max_context_len or 2**62)
@@ -122,7 +130,7 @@ def make_engine(
     selection = SelectionStats(backend, options.selection_stats_every)
     for watcher in (timeline, selection):
         watcher.watch(attention_modules(model, config))
-    scheduler = Scheduler(scheduling, _make_leases(pages, pool, options), rows)
+    scheduler = Scheduler(options.scheduling, _make_leases(pages, pool, options), rows)
     runner: Runner
     if place is not None:
         runner = place.make_runner(model, backend, rows, pool, timeline)
