@@ -182,8 +182,7 @@ def topk(
     width: int,
     kind: str = "normal",
     by_torch: bool = False,
-    splits: int | None = None,
-    warps: int | None = None,
+    plan: choosing.Plan | None = None,
 ) -> Variant:
     def make(small: bool) -> Callable[[], Any]:
         r, s = (2, width) if small else (rows, width)
@@ -194,10 +193,10 @@ def topk(
         out = torch.empty(r, 2048, dtype=torch.int32, device="cuda")
         if by_torch:
             return lambda: torch.topk(logits, 2048, dim=1)
-        return lambda: choosing.launch_topk(logits, lengths, 2048, out, splits=splits, warps=warps)
+        return lambda: choosing.launch_topk(logits, lengths, 2048, out, plan=plan)
 
     who = "torch" if by_torch else "ours"
-    name = f"{who} {rows} x {width // 1024}k {kind} splits={splits} warps={warps}"
+    name = f"{who} {rows} x {width // 1024}k {kind} {_short(plan)}"
     return Variant("topk", name, make, 0.0, 4.0 * rows * width)
 
 
@@ -255,12 +254,6 @@ def variants() -> Iterator[Variant]:
             yield topk(rows, width)
             yield topk(rows, width, by_torch=True)
     yield topk(4096, 65536, "relu")
-    for splits, warps in ((4, 16), (8, 8), (16, 8), (8, 16)):
-        yield topk(4096, 65536, splits=splits, warps=warps)
-    for splits, warps in ((8, 8), (16, 16)):
-        yield topk(64, 65536, splits=splits, warps=warps)
-    yield topk(4096, 8192, warps=16)
-    yield topk(1, 65536, warps=16)
     yield topk(1, 2**20)
     for budget in (64, 256, 1024):
         yield scores("select", 4096, 1, 64, 65536, e4m3, op="select", budget=budget << 20)

@@ -191,7 +191,7 @@ def test_lengths_do_not_compile() -> None:
     """Fifty context lengths and batch sizes, one compilation of each kernel."""
     from topkapi.kernels.triton import indexer_logits, sparse_mla, topk
 
-    kernels = (indexer_logits._score, topk._collect, topk._choose, sparse_mla._attend)
+    kernels = (indexer_logits._score, topk._select_rows, sparse_mla._attend)
 
     def compiled() -> int:
         return sum(len(kernel.device_caches[0][0]) for kernel in kernels)

@@ -26,10 +26,15 @@ from cases import (
 )
 from topkapi import ops, reference
 from topkapi.attention.index_queries import quantize_index_query
+from topkapi.attention.rope import apply_rope
 from topkapi.attention.step_metadata import StepBuffers, step_metadata
+from topkapi.kernels.triton import topk
 
 warnings.filterwarnings("ignore", category=RuntimeWarning)
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+TENSORS = [item.name for item in fields(StepBuffers) if item.type == "torch.Tensor"]
 
 
 def named(case: Any) -> str:
@@ -107,6 +112,27 @@ def test_index_queries_are_quantised(case: RecordCase) -> None:
         case.compare("weights", got[1], want[1])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("style", ["half", "interleaved"])
+@pytest.mark.parametrize(
+    "shape", [(5, 3, 24, 6), (70, 64, 0), (9, 40, 12), (3, 2, 8, 4), (0, 8, 2)]
+)
+def test_rope(shape: tuple[int, ...], style: Any, dtype: torch.dtype) -> None:
+    """Slices of a projection, tables with rows apart; up to a rounding of fused products."""
+    *leading, size, pairs = shape
+    x = torch.randn(*leading, size + 8, generator=torch.Generator().manual_seed(1)).to(dtype)
+    angles = torch.randn(leading[0], 2 * pairs).to(dtype)
+    cos, sin = angles.cos()[:, :pairs], angles.sin()[:, pairs:]
+    with poisoned_memory():
+        got = apply_rope(x[..., 8:], cos, sin, style, kernel="triton")
+    want = reference.apply_rope(x[..., 8:], cos, sin, style)
+    assert (got.shape, got.dtype, got.is_contiguous()) == (want.shape, dtype, True)
+    exact = reference.apply_rope(x[..., 8:].double(), cos.double(), sin.double(), style)
+    bound = (want - exact).abs().max() * 1.5 if want.numel() else 0.0
+    assert ((got - exact).abs() <= bound).all()
+    assert torch.equal(got[..., 2 * pairs :], x[..., 8 + 2 * pairs :])
+
+
 @pytest.mark.parametrize("case", without_bf16(RECORD_CASES), ids=named)
 def test_records_are_written(case: RecordCase) -> None:
     inputs = case.make()
@@ -148,8 +174,8 @@ def test_step_metadata(
     made = []
     for kernel in ("triton", "torch"):
         out = StepBuffers.allocate(requests, rows, torch.device("cpu"))
-        for item in fields(out):
-            getattr(out, item.name).fill_(-77)
+        for name in TENSORS:
+            getattr(out, name).fill_(-77)
         loc = torch.arange(rows - 1) % 5 if locations else None
         arguments = {
             "q_lens": q_lens if isinstance(q_lens, int) else torch.tensor(q_lens).int(),
@@ -161,6 +187,45 @@ def test_step_metadata(
         }
         step_metadata(out, kernel=kernel, **arguments)
         made.append(out)
-    for item in fields(made[0]):
-        got, want = (getattr(out, item.name) for out in made)
-        assert torch.equal(got, want), item.name
+    for name in TENSORS:
+        got, want = (getattr(out, name) for out in made)
+        assert torch.equal(got, want), name
+
+
+PLANS = {
+    "one program a row": topk.Plan(1024, 2048, 512, 4, 1024, 8, 1, 3, 0),
+    "three programs a row": topk.Plan(1024, 1024, 512, 4, 1024, 8, 3, 12, 0),
+}
+LONG = 9000
+
+
+def long_rows(kind: str) -> torch.Tensor:
+    """Rows of which a sample says too little, one way or another."""
+    x = torch.randn(4, LONG, generator=torch.Generator().manual_seed(3))
+    special = torch.tensor([float("inf"), float("-inf"), float("nan"), 0.0, -0.0, 1.0])
+    return {
+        "normal": lambda: x,
+        "plateau": lambda: x.clamp_min(1.0),
+        "plateau above": lambda: x.clamp_max(1.5),
+        "close": lambda: 1.0 + 1e-6 * x,
+        "ascending": lambda: x.sort(dim=1).values,
+        "descending": lambda: x.sort(dim=1, descending=True).values,
+        "special": lambda: special[x.mul(1000).long() % 6],
+        "only NaN and -inf": lambda: special[1 + x.mul(1000).long() % 2],
+        "few numbers": lambda: torch.where(x > 1.8, x, float("nan")),
+        "all in one place": lambda: torch.where((torch.arange(LONG) // 1500) == 2, x + 50, x),
+    }[kind]()
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    "kind",
+    ["normal", "plateau", "plateau above", "close", "ascending", "descending", "special",
+     "only NaN and -inf", "few numbers", "all in one place"],
+)  # fmt: skip
+def test_topk_whatever_the_sample_says(kind: str, plan: str) -> None:
+    logits = long_rows(kind)
+    lengths = torch.tensor([LONG, 1025, 5000, 300], dtype=torch.int32)
+    got = torch.full((4, 500), -7, dtype=torch.int32)
+    topk.launch_topk(logits, lengths, 500, got, plan=PLANS[plan])
+    assert torch.equal(got, reference.topk(logits, lengths, 500))

@@ -23,6 +23,7 @@ from topkapi.kernels.triton import (
     index_queries,
     indexer_logits,
     records,
+    rope,
     select,
     sparse_mla,
     sparse_mla_sm90,
@@ -66,8 +67,13 @@ class Recorder:
     def __getitem__(self, grid: Any) -> Callable[..., None]:
         def launch(*args: Any, num_warps: int = 4, num_stages: int = 3, **kwargs: Any) -> None:
             given = dict(zip(self.kernel.arg_names, args, strict=False))
+            constants = {param.name for param in self.kernel.params if param.is_constexpr}
+            for name in kwargs.keys() - constants - {"maxnreg"}:
+                given[name] = kwargs.pop(name)
             types = {name: _type(value) for name, value in given.items()}
             options = {"num_warps": num_warps, "num_stages": num_stages}
+            if "maxnreg" in kwargs:
+                options["maxnreg"] = kwargs.pop("maxnreg")
             self.launches.append(Launch(types, kwargs, options))
 
         return launch
@@ -141,6 +147,9 @@ def write_and_gather() -> None:
         records.gather_latent(kv_cache, slots, dtype=BF16)
     records.write_index_key(meta(9, 64 * 132, dtype=FP8), slots, meta(9, 128, dtype=BF16))
     index_queries.quantize_index_query(meta(9, 64, 128, dtype=BF16), meta(9, 64, dtype=F32))
+    angles = meta(9, 32, dtype=BF16)
+    rope.apply_rope(meta(9, 128, 192, dtype=BF16)[..., 128:], angles, angles, "interleaved")
+    rope.apply_rope(meta(9, 128, dtype=BF16), angles, angles, "half")
 
 
 def one_step() -> None:
@@ -183,13 +192,14 @@ KERNELS = (
     (sparse_mla_sm90, "_attend_narrow"),
     (indexer_logits, "_score"),
     (indexer_logits, "_score_stream"),
-    (topk, "_sample"),
-    (topk, "_collect"),
-    (topk, "_choose"),
+    (topk, "_select_rows"),
+    (topk, "_collect_rows"),
+    (topk, "_choose_rows"),
     (records, "_write_latent"),
     (records, "_write_index_key"),
     (records, "_gather_latent"),
     (index_queries, "_quantize"),
+    (rope, "_turn"),
     (step_metadata, "_fill"),
 )
 # Bytes of stack a thread that a kernel may use: what is kept there is touched outside its loops.

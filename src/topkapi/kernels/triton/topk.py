@@ -1,20 +1,25 @@
 """Exactly the k highest logits of each row, whatever its length; ties to the lowest position.
 
-Logits become unsigned keys in the order of their values (-0.0 as 0.0, NaN as -inf). Three kernels:
+One program takes one row, or one after the other, in three steps.
 
-`_sample`  takes a sample of each long row and from it a key, the floor, that about k + slack of the
-           row's keys exceed.
-`_collect` writes down, in order, the positions of all keys above the floor and of enough equal to
-           it. One warp walks over one stretch of a row: its prefix sums need no barrier.
-`_choose`  holds what was collected in registers, finds the k-th highest key by its 32 bits, and
-           writes the positions above it, and the first ones equal to it, in order.
+floor    a sample of the row gives a key, the floor, that about k + slack of the row's keys exceed.
+collect  one pass over the row notes, in order, the value and the position of every key above the
+         floor. A comparison is one bit; 32 neighbours are a word; from words on, work is only done
+         for what was found.
+choose   the k-th highest of what was collected is searched for in registers, and the positions of
+         those that reach it are written, in order.
 
-The sample only decides how much is looked at. When it misjudged (fewer than k collected, or more
-than fit) `_choose` finds the key by histograms over the whole row instead: the result is the same,
-exact and deterministic. Rows short enough to be held are never sampled; no row is ever sorted.
+The sample only decides how much is collected. When it misjudged (fewer than k, or more than
+registers hold) the k-th highest is searched for in memory instead, in the list if that is complete,
+or else in the row: the result is the same, exact and deterministic. Rows short enough to be held
+are never sampled; no row is ever sorted. Where rows are few and long, several programs collect one
+row (`_collect_rows`), and another chooses (`_choose_rows`).
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -23,272 +28,210 @@ import triton.language as tl
 from topkapi.context import Context
 from topkapi.device import DeviceInfo
 from topkapi.dispatch import Kernel, Problem
+from topkapi.kernels.triton.candidates import (
+    _collect,
+    _give,
+    _give_all,
+    _highest,
+    _highest_in_memory,
+    _quads,
+    _ranks,
+)
 from topkapi.kernels.triton.target import refuse_device, target_of
+from topkapi.kernels.triton.thresholds import LOWEST, _floor_of_sample
 
-BLOCK = 2048
-COLLECT_BLOCK = 1024
-MOST_SPLITS = 16
 WORKSPACE_BYTES = 64 * 2**20
 
 
-@triton.jit
-def _key(logit):
-    """fp32 to uint32 in the same order; NaN becomes -inf, -0.0 becomes 0.0."""
-    logit = tl.where(logit == logit, logit, float("-inf"))
-    logit = tl.where(logit == 0.0, 0.0, logit)
-    bits = logit.to(tl.int32, bitcast=True)
-    flip = (bits >> 31) | -2147483648
-    return (bits ^ flip).to(tl.uint32, bitcast=True)
-
-
-@triton.jit
-def _descend(histogram, need, prefix, SHIFT: tl.constexpr):
-    """The byte of the need-th highest key, given the histogram of bytes below `prefix`.
-
-    Returns the longer prefix, and how many are still needed among the keys that share it.
-    """
-    above = tl.cumsum(histogram, axis=0, reverse=True)
-    byte = tl.sum((above >= need).to(tl.int32), axis=0) - 1
-    bins = tl.arange(0, 256)
-    higher = tl.sum(tl.where(bins == byte + 1, above, 0), axis=0)
-    return prefix | (byte.to(tl.uint32) << SHIFT), need - higher
-
-
-@triton.jit
-def _quads(N: tl.constexpr):
-    """0 .. N-1 as `[N / 4, 4]`: four neighbours to a thread, which ranks them by itself."""
-    return 4 * tl.arange(0, N // 4)[:, None] + tl.arange(0, 4)[None, :]
-
-
-@triton.jit
-def _ranks(count, before):
-    """Running sum over `[N, 4]`, starting behind `before`, and the whole sum: one scan over N."""
-    inner = tl.cumsum(count, axis=1)
-    group = tl.sum(count, axis=1)
-    return (before + tl.cumsum(group, axis=0) - group)[:, None] + inner, tl.sum(group, axis=0)
-
-
-@triton.jit
-def _take(key, threshold, inside, above_before, equal_before, equal_limit):
-    """Which keys `[N, 4]` to keep, and where: all above `threshold`, and the first equal ones.
-
-    Returns the mask, the output places and the two counts after this block. Both counts ride in
-    one scan: a block has fewer than 2^15 keys.
-    """
-    above = ((key > threshold) & inside).to(tl.int32)
-    equal = ((key == threshold) & inside).to(tl.int32)
-    both, total = _ranks(above + (equal << 16), 0)
-    above_rank = above_before + (both & 0xFFFF)
-    equal_rank = equal_before + (both >> 16)
-    keep = (above > 0) | ((equal > 0) & (equal_rank <= equal_limit))
-    place = above_rank + tl.minimum(equal_rank, equal_limit) - 1
-    return keep, place, above_before + (total & 0xFFFF), equal_before + (total >> 16)
-
-
-@triton.jit
-def _highest(key, need):
-    """The need-th highest of `key`, bit by bit: the largest value that `need` keys reach."""
-    found = tl.full([], 0, tl.uint32)
-    bit = tl.full([], 0x80000000, tl.uint32)
-    for _ in range(32):
-        trial = found | bit
-        enough = tl.sum((key >= trial).to(tl.int32)) >= need
-        found = tl.where(enough, trial, found)
-        bit = bit >> 1
-    return found
-
-
-@triton.jit(do_not_specialize=["row_stride", "k", "capacity"])
-def _sample(
-    logits, lengths, starts, floors, row_stride, k, capacity,
-    HAS_STARTS: tl.constexpr, STRIDE_UNIT: tl.constexpr, SAMPLE: tl.constexpr,
+@triton.jit(do_not_specialize=["rows", "row_stride", "k", "programs", "table_stride"])
+def _select_rows(
+    logits, lengths, starts, words, values, positions, out,
+    request_of_row, table, table_rows, context_starts,
+    rows, row_stride, k, programs, table_stride,
+    HAS_STARTS: tl.constexpr, STRIDE_UNIT: tl.constexpr, SLOTS: tl.constexpr, PAGED: tl.constexpr,
+    SAMPLE: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr, HELD: tl.constexpr,
+    LIMIT: tl.constexpr, SHORT: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0)
-    length = tl.load(lengths + row).to(tl.int32)
-    if (length > capacity) & (length > k):
+    program = tl.program_id(0)
+    if not SHORT:
+        words += program * (BLOCK // 32)
+        values += program.to(tl.int64) * LIMIT
+        positions += program.to(tl.int64) * LIMIT
+    row = program
+    while row < rows:
+        length = tl.load(lengths + row).to(tl.int32)
+        to = out + row.to(tl.int64) * k
         line = logits + row.to(tl.int64) * row_stride * STRIDE_UNIT
         if HAS_STARTS:
             line += tl.load(starts + row)
-        # One place in each of SAMPLE equal stretches, at an offset that follows no period.
-        draw = tl.arange(0, SAMPLE)
-        jitter = ((draw * 40503 + 30011) & 0xFFFF) * (length // SAMPLE) >> 16
-        place = (draw.to(tl.int64) * length // SAMPLE).to(tl.int32) + jitter
-        key = _key(tl.load(line + place, mask=place < length, other=float("-inf")))
-        share = k.to(tl.float32) * SAMPLE / length.to(tl.float32)
-        need = tl.minimum((share + 4.0 * tl.sqrt(share) + 8.0).to(tl.int32), SAMPLE)
-        tl.store(floors + row, _highest(key, need))
+        size = length
+        source = line
+        listed = length < 0
+        floor = tl.full([], 0, tl.uint32)
+        if not SHORT:  # noqa: SIM102
+            if (length > HELD) & (length > k):
+                floor = _floor_of_sample(line, length, k, SAMPLE, RUN)
+                tl.debug_barrier()  # the row before has been read to its end
+                found = _collect(line, 0, length, floor, words, values, positions, LIMIT, BLOCK)
+                tl.debug_barrier()
+                listed = (found >= k) & (found <= LIMIT) & (floor > LOWEST)
+                size = tl.where(listed, found, length)
+                source = values if listed else line
+        if (length > k) & (size <= HELD):
+            index = _quads(HELD)
+            logit = tl.load(source + index, mask=index < size, other=0.0)
+            keep = _highest(logit, index, size, k, HELD)
+            rank, _ = _ranks(keep.to(tl.int32))
+            position = index
+            if listed:
+                position = tl.load(positions + index, mask=keep, other=0)
+            _give(to, rank - 1, position, keep, row, request_of_row, table, table_rows,
+                  context_starts, table_stride, SLOTS, PAGED)  # fmt: skip
+        elif length > k:  # noqa: SIM102
+            if not SHORT:
+                _highest_in_memory(source, positions, listed, size, floor, k, to, row,
+                                   request_of_row, table, table_rows, context_starts, table_stride,
+                                   SLOTS, PAGED)  # fmt: skip
+        _give_all(to, length, k, row, request_of_row, table, table_rows, context_starts,
+                  table_stride, SLOTS, PAGED)  # fmt: skip
+        row += programs
 
 
-@triton.jit
-def _logit(key):
-    """The fp32 value of a key: the inverse of `_key`."""
-    bits = key.to(tl.int32, bitcast=True)
-    flip = ~(bits >> 31) | -2147483648
-    return (bits ^ flip).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _note(positions, column, keep, count):
-    """Write down the columns `[N, 4]` to keep behind the first `count`; return the new count."""
-    rank, total = _ranks(keep.to(tl.int32), count)
-    tl.store(positions + (rank - 1), column, mask=keep)
-    return count + total
-
-
-@triton.jit(do_not_specialize=["row_stride", "k", "capacity", "splits"])
-def _collect(
-    logits, lengths, starts, floors, positions, counts, row_stride, k, capacity, splits,
-    HAS_STARTS: tl.constexpr, STRIDE_UNIT: tl.constexpr, BLOCK: tl.constexpr,
+@triton.jit(do_not_specialize=["row_stride", "k", "splits"])
+def _collect_rows(
+    logits, lengths, starts, words, values, positions, counts, floors, row_stride, k, splits,
+    HAS_STARTS: tl.constexpr, STRIDE_UNIT: tl.constexpr, SAMPLE: tl.constexpr, RUN: tl.constexpr,
+    BLOCK: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0) // splits
-    split = tl.program_id(0) % splits
+    """One of `splits` stretches of a row. All of a row's programs find the same floor."""
+    program = tl.program_id(0)
+    row = program // splits
     length = tl.load(lengths + row).to(tl.int32)
     count = 0
-    if (length > capacity) & (length > k):
+    if (length > HELD) & (length > k):
         line = logits + row.to(tl.int64) * row_stride * STRIDE_UNIT
         if HAS_STARTS:
             line += tl.load(starts + row)
-        floor = tl.load(floors + row)
-        at_floor = _logit(floor)
-        above_floor = _logit(floor + 1)
-        positions += tl.program_id(0).to(tl.int64) * (capacity + BLOCK)
+        floor = _floor_of_sample(line, length, k, SAMPLE, RUN)
         span = (((length + splits - 1) // splits + BLOCK - 1) // BLOCK) * BLOCK
-        begin = split * span
+        begin = tl.minimum((program % splits) * span, length)
         end = tl.minimum(begin + span, length)
-        whole = begin + tl.maximum(end - begin, 0) // BLOCK * BLOCK
-        offset = _quads(BLOCK)
-        for first in range(begin, whole, BLOCK):
-            column = first + offset
-            logit = tl.load(line + column)
-            # Once k are collected, no later key at the floor itself can be among the k highest.
-            # A NaN is collected too: that it ranks as -inf is for _choose to see.
-            least = tl.where(count < k, at_floor, above_floor)
-            if count <= capacity:
-                count = _note(positions, column, ~(logit < least), count)
-        column = whole + offset
-        inside = column < end
-        logit = tl.load(line + column, mask=inside, other=0.0)
-        least = tl.where(count < k, at_floor, above_floor)
-        if count <= capacity:
-            count = _note(positions, column, ~(logit < least) & inside, count)
-    tl.store(counts + tl.program_id(0), count)
+        words += program * (BLOCK // 32)
+        values += program.to(tl.int64) * HELD
+        positions += program.to(tl.int64) * HELD
+        count = _collect(line, begin, end, floor, words, values, positions, HELD, BLOCK)
+        tl.store(floors + row, floor)
+    tl.store(counts + program, count)
 
 
-@triton.jit
-def _threshold_of_row(line, length, need, BLOCK: tl.constexpr):
-    """The need-th highest key of a whole row, by a histogram of eight bits at a time."""
-    threshold = tl.full([], 0, tl.uint32)
-    for step in tl.static_range(4):
-        found = tl.zeros([256], tl.int32)
-        for first in range(0, length, BLOCK):
-            column = first + tl.arange(0, BLOCK)
-            inside = column < length
-            key = _key(tl.load(line + column, mask=inside, other=float("-inf")))
-            if step > 0:
-                inside &= (key >> (32 - 8 * step)) == (threshold >> (32 - 8 * step))
-            byte = ((key >> (24 - 8 * step)) & 0xFF).to(tl.int32)
-            found += tl.histogram(byte, 256, mask=inside)
-        threshold, need = _descend(found, need, threshold, 24 - 8 * step)
-    return threshold, need
-
-
-@triton.jit
-def _address(position, row, request_of_row, table, table_rows, context_starts, table_stride,
-             SLOTS: tl.constexpr, PAGED: tl.constexpr, mask):  # fmt: skip
-    """What a chosen position is given out as: itself, or the slot that holds it."""
-    if SLOTS:
-        request = tl.load(request_of_row + row)
-        if PAGED:
-            page_row = table + tl.load(table_rows + request).to(tl.int64) * table_stride
-            position = tl.load(page_row + position, mask=mask, other=-1).to(tl.int32)
-        else:
-            position = (tl.load(context_starts + request) + position).to(tl.int32)
-    return position
-
-
-@triton.jit(do_not_specialize=["row_stride", "k", "capacity", "splits", "table_stride"])
-def _choose(
-    logits, lengths, starts, positions, counts, out,
+@triton.jit(do_not_specialize=["row_stride", "k", "splits", "table_stride"])
+def _choose_rows(
+    logits, lengths, starts, values, positions, counts, floors, out,
     request_of_row, table, table_rows, context_starts,
-    row_stride, k, capacity, splits, table_stride,
-    HAS_STARTS: tl.constexpr, STRIDE_UNIT: tl.constexpr, MOST_SPLITS: tl.constexpr,
-    SLOTS: tl.constexpr, PAGED: tl.constexpr, BLOCK: tl.constexpr, HELD: tl.constexpr,
-    COLLECT_BLOCK: tl.constexpr,
+    row_stride, k, splits, table_stride,
+    HAS_STARTS: tl.constexpr, STRIDE_UNIT: tl.constexpr, SLOTS: tl.constexpr, PAGED: tl.constexpr,
+    MOST_SPLITS: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
+    """The choice from what `_collect_rows` collected of one row."""
     row = tl.program_id(0)
     length = tl.load(lengths + row).to(tl.int32)
     out += row.to(tl.int64) * k
-    taken = tl.minimum(k, length)
     line = logits + row.to(tl.int64) * row_stride * STRIDE_UNIT
     if HAS_STARTS:
         line += tl.load(starts + row)
-    sampled = (length > capacity) & (length > k)
     size = length
     index = _quads(HELD)
-    source = index
-    if sampled:
+    place = index
+    listed = (length > HELD) & (length > k)
+    if listed:
         # Candidate j lies in the stretch where j falls among the counts, behind earlier gaps.
         size = 0
-        overfull = 0
         for split in tl.static_range(MOST_SPLITS):
-            if split < splits:
-                count = tl.load(counts + row * splits + split)
-                overfull += (count > capacity).to(tl.int32)
-                size += count
-                source += tl.where(index >= size, capacity + COLLECT_BLOCK - count, 0)
-        size = tl.where((overfull > 0) | (size < k), HELD + 1, size)
+            count = tl.load(counts + row * splits + split, mask=split < splits, other=HELD)
+            place += tl.where((split < splits) & (index >= size + count), HELD - count, 0)
+            size += tl.where(split < splits, count, 0)
+        floor = tl.load(floors + row)
+        listed = (size >= k) & (size <= HELD) & (floor > LOWEST)
+        if not listed:
+            _highest_in_memory(line, positions, listed, length, floor, k, out, row,
+                               request_of_row, table, table_rows, context_starts, table_stride,
+                               SLOTS, PAGED)  # fmt: skip
+            size = HELD + 1
     if (length > k) & (size <= HELD):
         inside = index < size
         position = index
-        if sampled:
-            base = row.to(tl.int64) * splits * (capacity + COLLECT_BLOCK)
-            position = tl.load(positions + base + source, mask=inside, other=0)
-        key = _key(tl.load(line + position, mask=inside, other=float("-inf")))
-        key = tl.where(inside, key, 0)  # below the key of -inf
-        threshold = _highest(key, k)
-        need = k - tl.sum((key > threshold).to(tl.int32))
-        keep, place, _, _ = _take(key, threshold, inside, 0, 0, need)
-        chosen = _address(position, row, request_of_row, table, table_rows,
-                          context_starts, table_stride, SLOTS, PAGED, keep)  # fmt: skip
-        tl.store(out + place, chosen, mask=keep)
-    elif length > k:
-        threshold, need = _threshold_of_row(line, length, k, BLOCK)
-        above = 0
-        equal = 0
-        for first in range(0, length, BLOCK):
-            position = first + _quads(BLOCK)
-            inside = position < length
-            key = _key(tl.load(line + position, mask=inside, other=float("-inf")))
-            keep, place, above, equal = _take(key, threshold, inside, above, equal, need)
-            chosen = _address(position, row, request_of_row, table, table_rows,
-                              context_starts, table_stride, SLOTS, PAGED, keep)  # fmt: skip
-            tl.store(out + place, chosen, mask=keep)
-    else:
-        for first in range(0, taken, BLOCK):
-            position = first + tl.arange(0, BLOCK)
-            keep = position < taken
-            chosen = _address(position, row, request_of_row, table, table_rows,
-                              context_starts, table_stride, SLOTS, PAGED, keep)  # fmt: skip
-            tl.store(out + position, chosen, mask=keep)
-    for first in range(taken, k, BLOCK):
-        place = first + tl.arange(0, BLOCK)
-        tl.store(out + place, tl.full([BLOCK], -1, tl.int32), mask=place < k)
+        base = row.to(tl.int64) * splits * HELD
+        source = values + base if listed else line
+        logit = tl.load(source + place, mask=inside, other=0.0)
+        keep = _highest(logit, index, size, k, HELD)
+        rank, _ = _ranks(keep.to(tl.int32))
+        if listed:
+            position = tl.load(positions + base + place, mask=keep, other=0)
+        _give(out, rank - 1, position, keep, row, request_of_row, table, table_rows,
+              context_starts, table_stride, SLOTS, PAGED)  # fmt: skip
+    _give_all(out, length, k, row, request_of_row, table, table_rows, context_starts,
+              table_stride, SLOTS, PAGED)  # fmt: skip
 
 
-def capacity_of(k: int) -> int:
-    """How many candidates `_choose` holds, and how many one stretch of a row may collect."""
-    return min(16384, max(4096, int(triton.next_power_of_2(4 * k))))
+@dataclass(frozen=True)
+class Plan:
+    """How a top-k is launched.
+
+    `held`: logits a program holds in registers; `limit`: candidates it may list; `sample` and `run`
+    of `_floor_of_sample`; `block`: columns compared at a time; `splits`: programs a row, where more
+    than one; `programs`: programs in all, where one takes rows after rows; `registers`: the most a
+    thread may use, 0 for the compiler's choice.
+    """
+
+    held: int
+    limit: int
+    sample: int
+    run: int
+    block: int
+    warps: int
+    splits: int
+    programs: int
+    registers: int
 
 
-def choose_splits(device: DeviceInfo, rows: int, width: int) -> int:
-    """Into how many stretches a row is cut: each is one warp's work, at least 4096 columns."""
-    wanted = max(1, 16 * device.num_sms // max(rows, 1))
-    return max(1, min(MOST_SPLITS, max(4, wanted), width // 4096))
+def choose_plan(device: DeviceInfo, rows: int, width: int, k: int) -> Plan:
+    """The launch for `rows` of `width` columns."""
+    held = min(16384, max(4096, int(triton.next_power_of_2(2 * k))))
+    sms = max(device.num_sms, 1)
+    sample = 4096 if width <= 262144 else 8192
+    if width <= max(held, 8192):
+        held = max(held, int(triton.next_power_of_2(width)))
+        return Plan(held, held, sample, 4, 8192, 8 if held <= 8192 else 16, 1, rows, 0)
+    splits = min(16, width // 8192, 2 * sms // max(rows, 1))
+    if splits > 1 and 2 * k <= 8192:
+        return Plan(max(held, 8192), max(held, 8192), sample, 4, 8192, 16, splits, rows * splits, 0)
+    limit = max(2 * held, int(triton.next_power_of_2(2 * k)))
+    programs = max(1, min(rows, 4 * sms, WORKSPACE_BYTES // (8 * limit)))
+    return Plan(held, limit, sample, 4, 8192, 16 if held > 4096 else 8, 1, programs, 64)
 
 
-def workspace_bytes_per_row(k: int, splits: int) -> int:
-    """Temporary bytes that one row takes while it is selected."""
-    return splits * (4 * (capacity_of(k) + COLLECT_BLOCK) + 4) + 4
+def _mapping(context: Context | None, rows: slice, unused: torch.Tensor) -> dict[str, Any]:
+    """The arguments that turn positions of some of a context's rows into slots."""
+    paged = context is not None and context.table is not None
+    found = {
+        "request_of_row": unused if context is None else context.request_of_row[rows],
+        "table": unused,
+        "table_rows": unused,
+        "context_starts": unused,
+    }
+    if context is not None:
+        for name, tensor in (
+            ("table", context.table),
+            ("table_rows", context.table_rows),
+            ("context_starts", context.starts),
+        ):
+            found[name] = unused if tensor is None else tensor
+    return {
+        **found,
+        "table_stride": found["table"].stride(0),
+        "SLOTS": context is not None,
+        "PAGED": paged,
+    }
 
 
 def launch_topk(
@@ -300,8 +243,7 @@ def launch_topk(
     starts: torch.Tensor | None = None,
     slots_of: Context | None = None,
     first_row: int = 0,
-    splits: int | None = None,
-    warps: int | None = None,
+    plan: Plan | None = None,
 ) -> None:
     """Select `k` of each row of `logits [rows, >= S]` into `out [rows, k]` int32.
 
@@ -310,51 +252,43 @@ def launch_topk(
     """
     rows, width = logits.shape
     device = target_of(logits)
-    splits = splits or choose_splits(device, rows, width)
-    capacity = capacity_of(k)
-    sampled = width > capacity
-    block_rows = rows
-    if sampled:
-        block_rows = max(1, min(rows, WORKSPACE_BYTES // workspace_bytes_per_row(k, splits)))
-    stretches = block_rows * splits if sampled else 1
-    positions = torch.empty(
-        stretches, capacity + COLLECT_BLOCK, dtype=torch.int32, device=logits.device
-    )
-    counts = torch.empty(stretches, dtype=torch.int32, device=logits.device)
-    floors = torch.empty(block_rows, dtype=torch.uint32, device=logits.device)
+    plan = plan or choose_plan(device, rows, width, k)
+    short = width <= plan.held
+
+    def scratch(size: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(1 if short else size, dtype=dtype, device=logits.device)
+
+    words = scratch(plan.programs * (plan.block // 32), torch.int32)
+    values = scratch(plan.programs * plan.limit, torch.float32)
+    positions = scratch(plan.programs * plan.limit, torch.int32)
     aligned = logits.stride(0) % 4 == 0 and logits.data_ptr() % 16 == 0 and starts is None
     unit = 4 if aligned else 1
-    table = table_rows = origin = request_of_row = counts
-    paged = slots_of is not None and slots_of.table is not None
-    if slots_of is not None:
-        request_of_row = slots_of.request_of_row[first_row:]
-        if slots_of.table is not None and slots_of.table_rows is not None:
-            table, table_rows = slots_of.table, slots_of.table_rows
-        elif slots_of.starts is not None:
-            origin = slots_of.starts
-    for first in range(0, rows, block_rows):
-        part = slice(first, min(first + block_rows, rows))
-        size = part.stop - part.start
-        block_starts = counts if starts is None else starts[part]
-        shape = {"HAS_STARTS": starts is not None, "STRIDE_UNIT": unit}
-        if sampled:
-            _sample[(size,)](
-                logits[part], lengths[part], block_starts, floors,
-                logits.stride(0) // unit, k, capacity,
-                SAMPLE=2048 if width <= 131072 else 8192, num_warps=8, **shape,
-            )  # fmt: skip
-            _collect[(size * splits,)](
-                logits[part], lengths[part], block_starts, floors, positions, counts,
-                logits.stride(0) // unit, k, capacity, splits,
-                BLOCK=COLLECT_BLOCK, num_warps=1, **shape,
-            )  # fmt: skip
-        _choose[(size,)](
-            logits[part], lengths[part], block_starts, positions, counts, out[part],
-            request_of_row[part] if slots_of is not None else counts, table, table_rows, origin,
-            logits.stride(0) // unit, k, capacity, splits, table.stride(0),
-            MOST_SPLITS=triton.next_power_of_2(splits), SLOTS=slots_of is not None, PAGED=paged,
-            BLOCK=BLOCK, HELD=capacity, COLLECT_BLOCK=COLLECT_BLOCK, num_warps=warps or 16, **shape,
+    unused = positions
+    mapping = _mapping(slots_of, slice(first_row, first_row + rows), unused)
+    shape = {"HAS_STARTS": starts is not None, "STRIDE_UNIT": unit, "num_warps": plan.warps}
+    stride = logits.stride(0) // unit
+    row_starts = unused if starts is None else starts
+    sampling = {"SAMPLE": plan.sample, "RUN": plan.run, "BLOCK": plan.block}
+    if plan.splits > 1:
+        counts = scratch(rows * plan.splits, torch.int32)
+        floors = scratch(rows, torch.uint32)
+        _collect_rows[(rows * plan.splits,)](
+            logits, lengths, row_starts, words, values, positions, counts, floors,
+            stride, k, plan.splits, **sampling, **shape, HELD=plan.held,
         )  # fmt: skip
+        _choose_rows[(rows,)](
+            logits, lengths, row_starts, values, positions, counts, floors, out,
+            row_stride=stride, k=k, splits=plan.splits, **mapping, **shape,
+            MOST_SPLITS=triton.next_power_of_2(plan.splits), HELD=plan.held,
+        )  # fmt: skip
+        return
+    if plan.registers and device.backend == "cuda":
+        shape["maxnreg"] = plan.registers
+    _select_rows[(plan.programs,)](
+        logits, lengths, row_starts, words, values, positions, out,
+        rows=rows, row_stride=stride, k=k, programs=plan.programs, **mapping, **sampling, **shape,
+        HELD=plan.held, LIMIT=plan.limit, SHORT=short,
+    )  # fmt: skip
 
 
 def topk(

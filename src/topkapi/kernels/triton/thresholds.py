@@ -1,0 +1,127 @@
+"""The k-th highest of many logits: keys in the order of their values, and searches for a threshold.
+
+    key(x) = bits(x) with the order of unsigned integers; -0.0 as 0.0, NaN as -inf
+
+A search keeps a bracket: at least k keys reach `low`, fewer reach `high`. The next trial is where k
+would lie on a line between the two counts: ordinary data are done in five to seven steps. After
+`LINEAR` steps it is the middle, so that 32 more end any search. Where `low + 1 == high`, `low` is
+the k-th highest key itself. Knows nothing of rows, launches or slots.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LINEAR = tl.constexpr(10)
+# The key of -inf. No number's key is lower; only what lies outside a row gets one.
+LOWEST = tl.constexpr(0x007FFFFF)
+
+
+@triton.jit
+def _key(logit):
+    """fp32 to uint32 in the same order; NaN becomes -inf, -0.0 becomes 0.0."""
+    logit = tl.where(logit == logit, logit, float("-inf"))
+    logit = tl.where(logit == 0.0, 0.0, logit)
+    bits = logit.to(tl.int32, bitcast=True)
+    flip = (bits >> 31) | -2147483648
+    return (bits ^ flip).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _logit(key):
+    """The fp32 value of a key: the inverse of `_key`."""
+    bits = key.to(tl.int32, bitcast=True)
+    flip = ~(bits >> 31) | -2147483648
+    return (bits ^ flip).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _trial(low, high, count, over, k, step):
+    """The next threshold to try between low, which `count` keys reach, and high (`over` do)."""
+    share = (count - k).to(tl.float32) / (count - over).to(tl.float32)
+    line = low + ((high - low).to(tl.float32) * share).to(tl.uint32)
+    trial = tl.where(step < LINEAR, line, low + ((high - low) >> 1))
+    return tl.minimum(tl.maximum(trial, low + 1), high - 1)
+
+
+@triton.jit
+def _reach(key, low, high, size, k, most):
+    """A threshold that k to `most` of the keys in registers reach, or else the k-th highest key.
+
+    All `size` keys reach `low`, and none reaches `high`. Returns the threshold, how many keys reach
+    it, and how many the lowest trial that fewer than k did.
+    """
+    count = size
+    over = 0
+    step = 0
+    while (high - low > 1) & (count > most):
+        trial = _trial(low, high, count, over, k, step)
+        reach = tl.sum((key >= trial).to(tl.int32))
+        enough = reach >= k
+        low = tl.where(enough, trial, low)
+        count = tl.where(enough, reach, count)
+        high = tl.where(enough, high, trial)
+        over = tl.where(enough, over, reach)
+        step += 1
+    return low, count, over
+
+
+@triton.jit
+def _floor_of_sample(line, length, k, SAMPLE: tl.constexpr, RUN: tl.constexpr):
+    """A key that about k + slack of a long row's keys exceed, from a sample of them.
+
+    A sample is RUN neighbours in each of SAMPLE / RUN equal stretches, at offsets that follow no
+    period: a run costs the memory no more than one of its members would.
+    """
+    draw = tl.arange(0, SAMPLE)
+    runs: tl.constexpr = SAMPLE // RUN
+    units = length // RUN
+    run = draw // RUN
+    jitter = ((run * 40503 + 30011) & 0xFFFF) * (units // runs) >> 16
+    place = ((run.to(tl.int64) * units // runs).to(tl.int32) + jitter) * RUN + draw % RUN
+    key = _key(tl.load(line + place))
+    share = k.to(tl.float32) * SAMPLE / length.to(tl.float32)
+    need = tl.minimum((share + 5.0 * tl.sqrt(share) + 4.0).to(tl.int32), SAMPLE)
+    low = tl.min(key, axis=0).to(tl.uint32)
+    high = tl.max(key, axis=0).to(tl.uint32) + 1
+    floor, _, _ = _reach(key, low, high, SAMPLE, need, need + need // 16)
+    return floor
+
+
+@triton.jit
+def _count(source, size, trial, BLOCK: tl.constexpr):
+    """How many of `size` logits in memory reach the key `trial`."""
+    total = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, size, BLOCK):
+        index = first + tl.arange(0, BLOCK)
+        key = _key(tl.load(source + index, mask=index < size, other=0.0))
+        total += ((key >= trial) & (index < size)).to(tl.int32)
+    return tl.sum(total, axis=0)
+
+
+@triton.jit
+def _reach_in_memory(source, size, k, floor, BLOCK: tl.constexpr):
+    """The k-th highest key of `size` logits in memory, as `low` and `need`.
+
+    Every key above `low` is among the k highest, and the first `need` of those equal to it. A
+    plateau at `floor` or just above is tried first.
+    """
+    low = tl.full([], 0, tl.uint32)
+    high = tl.full([], 0xFFFFFFFF, tl.uint32)
+    count = size
+    over = 0
+    step = 0
+    trial = floor + 1
+    while (high - low > 1) & (count != k):
+        reach = _count(source, size, trial, BLOCK)
+        enough = reach >= k
+        low = tl.where(enough, trial, low)
+        count = tl.where(enough, reach, count)
+        high = tl.where(enough, high, trial)
+        over = tl.where(enough, over, reach)
+        below = (step == 0) & (high == floor + 1) & (floor > 0)
+        trial = tl.where(below, floor, _trial(low, high, count, over, k, step))
+        step += 1
+    exact = count == k
+    return tl.where(exact & (low > 0), low - 1, low), tl.where(exact, 0, k - over)
