@@ -7,8 +7,9 @@ Nothing here knows any formula or imports any kernel.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -110,13 +111,19 @@ class Op:
     kernels: tuple[Kernel, ...] = field(default=())
     fastest: Callable[[Problem], tuple[str, ...]] = no_order
 
-    def preferred(self, problem: Problem) -> list[Kernel]:
+    @cached_property
+    def _ours(self) -> tuple[Kernel, ...]:
+        return tuple(kernel for kernel in self.kernels if kernel.exact and not kernel.peer)
+
+    def preferred(self, problem: Problem) -> Sequence[Kernel]:
         """What `auto` may take, in its order: those the table names, then our others.
 
         Inexact kernels are never among them, and peers only where the table names them. Depends on
         the problem's static facts alone.
         """
         named = self.fastest(problem)
+        if not named:
+            return self._ours
         rank = {name: place for place, name in enumerate(named)}
         able = [k for k in self.kernels if k.exact and (k.name in rank or not k.peer)]
         return sorted(able, key=lambda kernel: rank.get(kernel.name, len(rank)))
@@ -127,9 +134,10 @@ class Op:
         Raises `KernelRefusedError` when the named kernel does not exist or refuses, or when all do;
         the message carries every reason. There is no silent fallback.
         """
-        candidates = [kernel for kernel in self.kernels if kernel.name == name]
         if name == "auto":
             candidates = self.preferred(problem)
+        else:
+            candidates = tuple(kernel for kernel in self.kernels if kernel.name == name)
         if not candidates:
             known = ", ".join(kernel.name for kernel in self.kernels)
             raise KernelRefusedError(f"{self.name}: no kernel named {name!r}; known: auto, {known}")
