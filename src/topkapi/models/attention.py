@@ -17,11 +17,11 @@ from torch import nn
 
 from topkapi.attention.forward_batch import AttentionLayer, ForwardBatch
 from topkapi.attention.layer_forward import LayerForward
+from topkapi.attention.rope import apply_rope
 from topkapi.config import DsaConfig
 from topkapi.errors import ConfigError, ShapeError
 from topkapi.models.absorbed import AbsorbedWeights
 from topkapi.models.row_invariant import per_head
-from topkapi.reference.rope import apply_rope
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,8 @@ GROUPS = (
     "test_topk",
     "test_indexer_logits",
     "test_select",
-    "test_records or test_latents or test_step_metadata or test_index_queries or test_e4m3",
+    "test_records or test_latents or test_step_metadata",
+    "test_index_queries or test_e4m3 or test_rope",
 )
 
 

@@ -20,6 +20,7 @@ _OPS = (
     "gather_latent",
     "step_metadata",
     "quantize_index_query",
+    "apply_rope",
 )
 
 
@@ -40,6 +41,7 @@ def _records() -> tuple[Kernel, ...]:
         index_queries,
         indexer_logits,
         records,
+        rope,
         select,
         sparse_mla,
         step_metadata,
@@ -56,6 +58,7 @@ def _records() -> tuple[Kernel, ...]:
         records.GATHER_LATENT,
         step_metadata.STEP_METADATA,
         index_queries.QUANTIZE_INDEX_QUERY,
+        rope.APPLY_ROPE,
     )
 
 
