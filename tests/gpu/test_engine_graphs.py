@@ -36,8 +36,8 @@ def tiny(name: str, dtype: torch.dtype, **options: Any) -> LLM:
     return LLM(model, **{"page_size": 8, "max_running_requests": 8, **options})
 
 
-def answers(llm: LLM) -> list[tuple[list[int], list[float]]]:
-    outputs = llm.generate(prompts(), PARAMS, use_tqdm=False)
+def answers(llm: LLM, params: SamplingParams = PARAMS) -> list[tuple[list[int], list[float]]]:
+    outputs = llm.generate(prompts(), params, use_tqdm=False)
     assert [output.error for output in outputs] == [None] * len(LENGTHS)
     return [(o.token_ids, [item.logprob for item in o.logprobs or []]) for o in outputs]
 
@@ -92,7 +92,10 @@ def test_demo_tokens_are_those_of_eager_steps(steps: int) -> None:
     got, stats = answers(graphed), graphed.stats().graphs
     assert not stats.off
     assert stats.num_graphs >= (2 if not steps else 4)
-    want = answers(make(cuda_graphs=False))
+    eager = make(cuda_graphs=False)
+    assert [tokens for tokens, _ in got] == [tokens for tokens, _ in answers(eager)]
+    drawn = SamplingParams(temperature=0.8, top_p=0.9, seed=3, max_tokens=12, ignore_eos=True)
+    got, want = answers(graphed, drawn), answers(eager, drawn)
     assert [tokens for tokens, _ in got] == [tokens for tokens, _ in want]
 
 

@@ -25,7 +25,7 @@ from topkapi.attention.forward_batch import ForwardBatch, ForwardMode
 from topkapi.attention.layer_forward import LayerForward
 from topkapi.attention.multi_step import NativeSparseAttnMultiStepBackend
 from topkapi.cache import NSATokenToKVPool, ReqToTokenPool
-from topkapi.engine.draft_graphs import DraftGraphs
+from topkapi.engine.draft_graphs import Choose, DraftGraphs
 from topkapi.engine.graphs import PaddedSizes, Recorder
 from topkapi.engine.scheduler import Chunk
 from topkapi.engine.step_plan import StepPlan
@@ -34,9 +34,6 @@ from topkapi.models.mtp import MtpLayer
 
 # Hidden states of a request that may wait, at least: the layer then runs once for so many tokens.
 _CAPACITY = 16
-
-# Chooses draft tokens [D] int64 from logits [D, V]; told which draft of the step it is, from 0.
-Choose = Callable[[torch.Tensor, int], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -126,7 +123,7 @@ class Drafter:
         sizes: PaddedSizes,
         quiet: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """Replay rounds of greedy drafting from now on."""
+        """Replay rounds of drafting from now on."""
         self.graphs = DraftGraphs(
             self._mtp,
             self._backend,
@@ -139,8 +136,12 @@ class Drafter:
             quiet=quiet,
         )
 
-    def replay(self, chunks: Sequence[Chunk], num_drafts: int) -> torch.Tensor | None:
-        """As `propose` with the best token each time, replayed; None where nothing is captured."""
+    def replay(
+        self, chunks: Sequence[Chunk], num_drafts: int, choose: Choose | None
+    ) -> torch.Tensor | None:
+        """As `propose`, replayed; None where nothing is captured. Without `choose` the best token
+        each time.
+        """
         if self.graphs is None or self.graphs.graphs.off:
             return None
         counts = [self._waiting[_row(chunk)].count for chunk in chunks]
@@ -155,7 +156,7 @@ class Drafter:
             rows=tuple(_row(chunk) for chunk in chunks),
             new_pages=(),
         )
-        return self.graphs.propose(plan, num_drafts)
+        return self.graphs.propose(plan, num_drafts, choose)
 
     def propose(self, chunks: Sequence[Chunk], num_drafts: int, choose: Choose) -> torch.Tensor:
         """`num_drafts` tokens to follow each chunk's last one: `[D, num_drafts]` int64.

@@ -1,16 +1,17 @@
-"""How is a whole round of greedy drafting laid into one captured step?
+"""How is a round of drafting laid into captured steps?
 
 The MTP layer catches up (DRAFT_EXTEND), its last row of each request gives the first draft, and a
-row a further draft follows, each taking the token and the hidden state of the one before: all of
-it, choosing included, is one graph for each number of drafts and padded size. Drafts that are drawn
-at random need numbers from the host in between, and are not captured. Knows no requests.
+row a further draft follows, each taking the token and the hidden state of the one before. Where all
+requests are greedy all of it, choosing included, is one graph for each number of drafts and padded
+size. Else there is a graph for each draft, and a sampler chooses between them. Knows no requests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -25,6 +26,9 @@ from topkapi.engine.step_plan import StepPlan
 from topkapi.models.attention import DsaStep
 from topkapi.models.experts import prepare_capturable
 from topkapi.models.mtp import MtpLayer
+
+# Chooses draft tokens [D] int64 from logits [D, V]; told which draft of the step it is, from 0.
+Choose = Callable[[torch.Tensor, int], torch.Tensor]
 
 
 class DraftInputs(StepInputs):
@@ -48,17 +52,21 @@ class DraftInputs(StepInputs):
 
 @dataclass(frozen=True)
 class _DraftRound:
-    """A captured round."""
+    """A captured round: of one recording, which gives the drafts, or of one a draft, which give
+    hidden states and logits, and take the drafts chosen before from `chosen [k - 1, B]`.
+    """
 
     inputs: DraftInputs
     backend: NativeSparseAttnBackend
     chain: NativeSparseAttnMultiStepBackend | None
-    recording: Recording
+    chosen: torch.Tensor
+    recordings: Sequence[Recording]
 
     @property
     def nbytes(self) -> int:
         chain = 0 if self.chain is None else self.chain.cuda_graph_bytes()
-        return self.inputs.vector.nbytes + self.backend.cuda_graph_bytes() + chain
+        own = self.inputs.vector.nbytes + self.chosen.nbytes
+        return own + self.backend.cuda_graph_bytes() + chain
 
     def start(self, plan: StepPlan) -> None:
         """Fill inputs and metadata. Never synchronises."""
@@ -73,9 +81,23 @@ class _DraftRound:
                 size, rows, lens, 0, None, ForwardMode.DECODE, None, None
             )
 
+    def run(self, count: int, choose: Choose | None) -> torch.Tensor:
+        """`[count, k]` int64 drafts of the first `count` requests."""
+        if choose is None:
+            [whole] = self.recordings
+            whole.replay()
+            return whole.outputs[0][:count]
+        drafts = []
+        for place, recording in enumerate(self.recordings):
+            recording.replay()
+            drafts.append(choose(recording.outputs[1][:count], place))
+            if place < len(self.chosen):
+                self.chosen[place, :count] = drafts[-1]
+        return torch.stack(drafts, dim=1)
+
 
 class DraftGraphs:
-    """Rounds of greedy drafting, by number of drafts."""
+    """Rounds of drafting, by number of drafts."""
 
     def __init__(
         self,
@@ -105,36 +127,37 @@ class DraftGraphs:
         if not backend.options.deterministic:
             prepare_capturable(mtp.layer)
 
-    def propose(self, plan: StepPlan, num_drafts: int) -> torch.Tensor | None:
-        """`[D, num_drafts]` int64 greedy drafts after catching up by `plan`, true until the next
-        replay; None where they must be made eagerly. Never synchronises, but to capture.
+    def propose(
+        self, plan: StepPlan, num_drafts: int, choose: Choose | None
+    ) -> torch.Tensor | None:
+        """`[D, num_drafts]` int64 drafts after catching up by `plan`, true until the next replay;
+        None where they must be made eagerly. Without `choose` the best token each time.
+
+        Never synchronises, but to capture.
         """
         size = self._sizes.holding(len(plan.rows))
         if size is None or len(plan.token_ids) > size * self._rows_per_request:
             return None
+        whole = choose is None
         found = self.graphs.find(
-            (num_drafts, size), lambda recorder: self._capture(recorder, num_drafts, size)
+            (num_drafts, size, whole),
+            lambda recorder: self._capture(recorder, num_drafts, size, whole=whole),
         )
         if found is None:
             return None
         found.start(plan)
-        found.recording.replay()
-        return found.recording.outputs[0][: len(plan.rows)]
+        return found.run(len(plan.rows), choose)
 
-    def _capture(self, recorder: Recorder, num_drafts: int, size: int) -> _DraftRound:
+    def _capture(
+        self, recorder: Recorder, num_drafts: int, size: int, *, whole: bool
+    ) -> _DraftRound:
         device, rows = self._waiting.device, size * self._rows_per_request
         inputs = DraftInputs(size, rows, device)
         backend = own_backend(self._backend, self._table, self._pool)
-        spec = SpecInfo(0, inputs.counts)
+        spec, mode = SpecInfo(0, inputs.counts), ForwardMode.DRAFT_EXTEND
         backend.init_cuda_graph_state(size, rows)
         backend.init_forward_metadata_capture_cuda_graph(
-            size,
-            rows,
-            inputs.request_rows,
-            inputs.seq_lens,
-            None,
-            ForwardMode.DRAFT_EXTEND,
-            spec,
+            size, rows, inputs.request_rows, inputs.seq_lens, None, mode, spec
         )
         chain = None
         if num_drafts > 1:
@@ -143,32 +166,50 @@ class DraftGraphs:
             chain.init_forward_metadata_capture_cuda_graph(
                 size, size, inputs.request_rows, inputs.seq_lens, None, ForwardMode.DECODE, None
             )
+        chosen = torch.zeros(num_drafts - 1, size, dtype=torch.int64, device=device)
+        found = _DraftRound(inputs, backend, chain, chosen, recordings=())
+        record = self._record_whole if whole else self._record_steps
+        return replace(found, recordings=record(recorder, found))
 
+    def _record_whole(self, recorder: Recorder, of: _DraftRound) -> list[Recording]:
         def run() -> Outputs:
-            hidden = self._catch_up(inputs, backend, spec)
-            drafts = [_best(self._mtp.logits(hidden))]
-            for place, step in enumerate(chain.attn_backends if chain else ()):
-                now = self._next_row(inputs, place)
-                hidden = self._mtp.run(drafts[-1], hidden, now.positions, DsaStep(step, now))
-                drafts.append(_best(self._mtp.logits(hidden)))
+            hidden, logits = self._catch_up(of)
+            drafts = [_best(logits)]
+            for place in range(len(of.chosen)):
+                hidden, logits = self._next_row(of, place, drafts[-1], hidden)
+                drafts.append(_best(logits))
             return (torch.stack(drafts, dim=1),)
 
-        return _DraftRound(inputs, backend, chain, recorder.record(run))
+        return [recorder.record(run)]
 
-    def _catch_up(
-        self, inputs: DraftInputs, backend: NativeSparseAttnBackend, spec: SpecInfo
-    ) -> torch.Tensor:
-        """The layer's last row of each request: `[B, hidden]`."""
+    def _record_steps(self, recorder: Recorder, of: _DraftRound) -> list[Recording]:
+        recordings = [recorder.record(partial(self._catch_up, of))]
+        for place, tokens in enumerate(of.chosen):
+            hidden = recordings[-1].outputs[0]
+            run = partial(self._next_row, of, place, tokens, hidden)
+            recordings.append(recorder.record(run))
+        return recordings
+
+    def _catch_up(self, of: _DraftRound) -> tuple[torch.Tensor, torch.Tensor]:
+        """The layer's last row of each request, `[B, hidden]`, and its logits `[B, V]`."""
+        inputs, spec = of.inputs, SpecInfo(0, of.inputs.counts)
         batch = inputs.batch(ForwardMode.DRAFT_EXTEND, self._table, self._pool, spec)
         hidden = self._waiting[inputs.table_rows.clamp_min(0), inputs.places]
-        step = DsaStep(backend, batch)
-        return self._mtp.run(inputs.tokens, hidden, inputs.positions, step)[inputs.ends]
+        step = DsaStep(of.backend, batch)
+        hidden = self._mtp.run(inputs.tokens, hidden, inputs.positions, step)[inputs.ends]
+        return hidden, self._mtp.logits(hidden)
 
-    def _next_row(self, inputs: DraftInputs, place: int) -> ForwardBatch:
-        """One row a request, `place` positions after those that caught up."""
+    def _next_row(
+        self, of: _DraftRound, place: int, tokens: torch.Tensor, hidden: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same of one row a request, `place` positions after those that caught up, which takes
+        `tokens [B]` and `hidden [B, hidden]`.
+        """
+        assert of.chain is not None, "further drafts have a chain"
+        inputs = of.inputs
         positions = inputs.seq_lens + place
         slots = self._table.req_to_token[inputs.request_rows, positions].long()
-        return ForwardBatch(
+        batch = ForwardBatch(
             forward_mode=ForwardMode.DECODE,
             batch_size=len(positions),
             seq_lens=inputs.seq_lens,
@@ -178,6 +219,9 @@ class DraftGraphs:
             req_to_token_pool=self._table,
             token_to_kv_pool=self._pool,
         )
+        step = DsaStep(of.chain.attn_backends[place], batch)
+        hidden = self._mtp.run(tokens, hidden, positions, step)
+        return hidden, self._mtp.logits(hidden)
 
 
 def _best(logits: torch.Tensor) -> torch.Tensor:

@@ -117,8 +117,8 @@ class DraftRow(SamplingRow):
 
 @dataclass(frozen=True)
 class _Drafts:
-    """`tokens [D, k]` int64 of D requests, each step's logits `[D, V]` (none where all are greedy),
-    and the tokens on the host where some request's choice depends on them.
+    """`tokens [D, k]` int64 of D requests, each step's logits `[D, V]` (perhaps none where all
+    are greedy), and the tokens on the host where some request's choice depends on them.
     """
 
     tokens: torch.Tensor
@@ -196,7 +196,7 @@ class SpeculativeRunner(Runner):
         sizes: PaddedSizes,
         quiet: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """Replay decoding and verifying steps, and rounds of greedy drafting, from now on."""
+        """Replay decoding and verifying steps, and rounds of drafting, from now on."""
         super().use_graphs(recorder, sizes, quiet)
         self._drafter.use_graphs(recorder, sizes, quiet)
 
@@ -207,11 +207,6 @@ class SpeculativeRunner(Runner):
     def _propose(self, chunks: Sequence[Chunk]) -> _Drafts | None:
         if not chunks:
             return None
-        asked = any(_reads_drafts(chunk.request) for chunk in chunks)
-        if all(chunk.request.params.temperature == 0 for chunk in chunks):
-            tokens = self._drafter.replay(chunks, chunks[0].num_drafts)
-            if tokens is not None:
-                return _Drafts(tokens, (), tokens.tolist() if asked else None)
         logits: list[torch.Tensor] = []
 
         def choose(step_logits: torch.Tensor, place: int) -> torch.Tensor:
@@ -221,7 +216,12 @@ class SpeculativeRunner(Runner):
                 step_logits, _draft_rows(chunks, place)
             ).token_ids.clamp_min(0)
 
-        tokens = self._drafter.propose(chunks, chunks[0].num_drafts, choose)
+        greedy = all(chunk.request.params.temperature == 0 for chunk in chunks)
+        count = chunks[0].num_drafts
+        tokens = self._drafter.replay(chunks, count, None if greedy else choose)
+        if tokens is None:
+            tokens = self._drafter.propose(chunks, count, choose)
+        asked = any(_reads_drafts(chunk.request) for chunk in chunks)
         return _Drafts(tokens, logits, tokens.tolist() if asked else None)
 
     def _verify(
