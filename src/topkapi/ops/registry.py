@@ -13,7 +13,7 @@ import torch
 
 from topkapi.device import DeviceInfo, device_info
 from topkapi.dispatch import Kernel, Op, Problem, Verdict
-from topkapi.kernels import external, torch_cpu
+from topkapi.kernels import external, tilelang, torch_cpu
 from topkapi.kernels import triton as triton_kernels
 from topkapi.ops.measured import H200
 
@@ -29,6 +29,7 @@ NAMES = (
 
 _KERNELS: tuple[Kernel, ...] = (
     *triton_kernels.KERNELS,
+    *tilelang.KERNELS,
     *external.KERNELS,
     *torch_cpu.KERNELS,
 )
