@@ -152,6 +152,7 @@ def test_named_sizes_are_captured_at_once_the_largest_first(checkpoint: Path) ->
     recorder = replaying(llm, [1, 5, 2])
     llm.engine._runner.warm_up()
     assert recorder.rows == [5, 2, 1]
+    assert llm.stats().graphs.num_replays == 0
     run(llm, PROMPTS[:5], GREEDY)
     assert recorder.rows == [5, 2, 1]
 

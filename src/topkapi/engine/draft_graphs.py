@@ -145,6 +145,7 @@ class DraftGraphs:
         )
         if found is None:
             return None
+        self.graphs.num_replays += 1
         found.start(plan)
         return found.run(len(plan.rows), choose)
 

@@ -74,7 +74,7 @@ class GraphStats:
     Attributes:
         off: why nothing (more) is captured; empty where graphs are in use.
         num_graphs: captured and kept.
-        num_replays: steps that were replayed.
+        num_replays: steps, and rounds of drafting, that were replayed.
         pool_bytes: memory for what is computed inside the graphs, shared by all.
         static_bytes: their inputs and metadata.
         capture_seconds: what capturing took, warming up included.
@@ -108,7 +108,13 @@ class PaddedSizes:
 
 
 class Graphs(Generic[Step]):
-    """The captured steps of one kind."""
+    """The captured steps of one kind.
+
+    Attributes:
+        off: why they run eagerly; empty while they do not.
+        num_replays: counted by whoever replays.
+        capture_seconds: what capturing has taken.
+    """
 
     def __init__(
         self,
@@ -141,7 +147,6 @@ class Graphs(Generic[Step]):
                 return None
             finally:
                 self.capture_seconds += time.perf_counter() - began
-        self.num_replays += 1
         return self._steps[key]
 
     def _give_up(self, error: Exception) -> None:

@@ -171,6 +171,7 @@ class ModelGraphs:
         step = self._find(size, _width(drafts), verifies=drafts is not None)
         if step is None:
             return None
+        self.graphs.num_replays += 1
         step.start(plan, drafts)
         return ReplayedStep(step.recording, len(plan.token_ids))
 
