@@ -186,6 +186,7 @@ def test_chat_survives_a_question_that_does_not_fit(tiny: Path) -> None:
         (["generate", "--speculative-num-steps", "9", "--model", "TINY", "x"], 1, "0 to 4"),
         (["inspect", "/nowhere"], 1, "/nowhere"),
         (["doctor", "--cache-format", "abacus"], 1, "abacus"),
+        (["doctor", "--model", "/nowhere"], 1, "/nowhere"),
         (["frobnicate"], 2, "frobnicate"),
     ],
     ids=lambda value: " ".join(value[:3]) if isinstance(value, list) else "",
@@ -221,15 +222,17 @@ def test_inspect(tiny: Path) -> None:
     assert f"{summary['parameters']:,}" in shown
 
 
-def test_doctor() -> None:
+def test_doctor(tiny: Path) -> None:
     report = json.loads(run("doctor", "--json", "--device", "cpu").stdout)
     assert report["versions"]["torch"]
-    assert set(report["kernels"]) == set(topkapi.ops.__all__)
-    for verdicts in report["kernels"].values():
-        assert any(verdict["kernel"] == "torch" and not verdict["reason"] for verdict in verdicts)
-    shown = run("doctor", "--device", "cpu").stdout
-    assert "sparse_mla" in shown
-    assert "torch" in shown
+    assert set(report["kernels"]) == {"prefill", "decode"}
+    for kernels in report["kernels"].values():
+        assert set(kernels) == set(topkapi.ops.__all__)
+        for verdicts in kernels.values():
+            assert any(item["kernel"] == "torch" and not item["reason"] for item in verdicts)
+    shown = run("doctor", "--device", "cpu", "--model", str(tiny), "--heads", "2").stdout
+    for words in ("sparse_mla", "torch", "tokens that fit", "80% of the memory free now"):
+        assert words in " ".join(shown.split())
 
 
 def test_bench_is_delegated() -> None:

@@ -8,7 +8,7 @@ import torch
 from topkapi.device import DeviceInfo, device_info, resolve_device
 from topkapi.dispatch import Kernel, Op, Problem, Verdict
 from topkapi.errors import ConfigError, KernelRefusedError
-from topkapi.ops.registry import explain
+from topkapi.ops.registry import OPS
 
 PROBLEM = Problem("add", DeviceInfo("cuda", arch=80), torch.float32, topk=7)
 
@@ -67,7 +67,10 @@ def test_heads_that_only_fill_a_tile_are_counted() -> None:
 @pytest.mark.parametrize(("heads", "padded"), [(1, 15), (8, 8), (16, 0), (24, 8), (128, 0)])
 def test_sparse_mla_computes_sixteen_heads_or_more(heads: int, padded: int) -> None:
     hopper = DeviceInfo("cuda", 90, "H200", num_sms=132, shared_memory=232448, has_triton=True)
-    verdicts = {item.kernel: item for item in explain(hopper, heads=heads)["sparse_mla"]}
+    problem = Problem(
+        "sparse_mla", hopper, torch.bfloat16, num_heads=heads, latent_dim=512, rope_dim=64
+    )
+    verdicts = {item.kernel: item for item in OPS["sparse_mla"].explain(problem)}
     assert verdicts["triton"] == Verdict("triton", None, padded)
     assert verdicts["torch"] == Verdict("torch", None, 0)
 

@@ -25,7 +25,6 @@ from topkapi.cli_options import EngineChoices, SamplingChoices, takes
 from topkapi.errors import RequestError, TopkapiError
 
 if TYPE_CHECKING:
-    from topkapi.doctor import DoctorReport
     from topkapi.engine.llm import LLM
     from topkapi.engine.request import Prompt, RequestUpdate, SamplingParams
     from topkapi.engine.summary import CheckpointSummary
@@ -127,17 +126,23 @@ def chat(
 def doctor(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda[:N].")] = "auto",
     cache_format: Annotated[str, typer.Option(help="bf16, fp16, fp32 or fp8.")] = "bf16",
-    heads: Annotated[int, typer.Option(min=1, help="Attention heads of one device.")] = 128,
+    heads: Annotated[
+        int | None, typer.Option(min=1, help="Attention heads of one device; the model's own.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="demo, or a local directory; DeepSeek-V3.2's sizes without.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """What this machine can run: versions, the device, and every kernel or why it refuses."""
+    """What this machine can run: the device, every kernel or why not, and how many tokens fit."""
     from topkapi.doctor import examine
+    from topkapi.doctor.tables import print_report
 
-    report = examine(device, cache_format, heads)
+    report = examine(device, cache_format, heads, model)
     if as_json:
         typer.echo(json.dumps(report.to_json(), indent=2))
     else:
-        _print_report(report)
+        print_report(report, Console())
 
 
 @app.command()
@@ -248,26 +253,6 @@ def _lines() -> Iterator[str]:
             return
         if line.strip():
             yield line.strip()
-
-
-def _print_report(report: DoctorReport) -> None:
-    console = Console()
-    facts = Table(show_header=False, box=None)
-    for name, version in report.versions.items():
-        facts.add_row(name, version or "not installed")
-    memory = f", {report.memory_bytes / 2**30:.0f} GiB" if report.memory_bytes else ""
-    facts.add_row("device", f"{report.device.name} ({report.device.label}{memory})")
-    console.print(facts)
-    table = Table(title=f"{report.dtype} queries, {report.cache_format} cache, DeepSeek-V3.2 sizes")
-    for column in ("operation", "kernel", "usable"):
-        table.add_column(column, overflow="fold")
-    for op, verdicts in report.kernels.items():
-        for place, verdict in enumerate(verdicts):
-            reason = "yes" if verdict.reason is None else f"no: {verdict.reason}"
-            if verdict.padded_heads:
-                reason += f", {verdict.padded_heads} heads computed beside the {report.heads}"
-            table.add_row("" if place else op, verdict.kernel, reason)
-    console.print(table)
 
 
 def _print_summary(summary: CheckpointSummary) -> None:

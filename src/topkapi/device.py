@@ -6,6 +6,9 @@ Knows nothing about operations or kernels.
 from __future__ import annotations
 
 import importlib.util
+import os
+import shutil
+import subprocess
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -79,3 +82,23 @@ def resolve_device(device: str | torch.device) -> torch.device:
     if resolved.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device: cuda was asked for, but torch sees no GPU; use device='cpu'")
     return resolved
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes free on a device now; None where the system cannot be asked."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if "SC_AVPHYS_PAGES" not in getattr(os, "sysconf_names", {}):
+        return None
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def driver_version() -> str | None:
+    """Of the first NVIDIA GPU; None without `nvidia-smi`, which this starts."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = answer.stdout.split()
+    return lines[0] if lines else None

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import shutil
 import subprocess
 import time
 from collections.abc import Iterable, Sequence
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 
 from topkapi import __version__
-from topkapi.device import device_info
+from topkapi.device import device_info, driver_version
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -30,7 +29,7 @@ def environment(device: torch.device) -> dict[str, Any]:
     return {
         "date": time.strftime("%Y-%m-%d"),
         "device": info.name if device.type == "cuda" else _cpu_name(),
-        "driver": _driver() if device.type == "cuda" else None,
+        "driver": driver_version() if device.type == "cuda" else None,
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
@@ -89,17 +88,6 @@ def _commit() -> str | None:
         check=False,
     )
     return answer.stdout.strip() or None
-
-
-def _driver() -> str | None:
-    """Of the first NVIDIA GPU; None without `nvidia-smi`."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None
-    command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
-    answer = subprocess.run(command, capture_output=True, text=True, check=False)
-    lines = answer.stdout.split()
-    return lines[0] if lines else None
 
 
 def _cpu_name() -> str:

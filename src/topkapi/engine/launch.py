@@ -5,7 +5,6 @@ The one place of the engine that sizes memory. Knows nothing about prompts or te
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from topkapi.cache import (
     ReqToTokenPool,
 )
 from topkapi.config import BackendOptions, DsaConfig
+from topkapi.device import free_memory
 from topkapi.engine.cuda_recorder import CudaRecorder
 from topkapi.engine.engine import Engine, EngineLimits
 from topkapi.engine.graphs import GraphStats, PaddedSizes
@@ -246,8 +246,5 @@ def _make_pool(
 
 def _free_bytes(device: torch.device) -> int:
     """Memory free on a device, weights being there already; a guess where it cannot be asked."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    if "SC_AVPHYS_PAGES" not in getattr(os, "sysconf_names", {}):
-        return 2 * _HOST_CACHE_BYTES
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = free_memory(device)
+    return 2 * _HOST_CACHE_BYTES if free is None else free

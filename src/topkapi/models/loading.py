@@ -63,7 +63,7 @@ def load_model(
     directory = Path(path)
     config = read_config(directory, config_overrides)
     target = resolve_device(device)
-    resolved = _resolve_dtype(dtype, config)
+    resolved = resolve_dtype(dtype, config)
     if split is not None:
         check_divisible(config, split.mesh.size())
     if quantization == "keep":
@@ -144,7 +144,8 @@ def find_tokenizer(directory: Path) -> Any:
     return load_tokenizer(directory) if any(directory.glob("tokenizer*")) else None
 
 
-def _resolve_dtype(dtype: str | torch.dtype, config: Any) -> torch.dtype:
+def resolve_dtype(dtype: str | torch.dtype, config: Any) -> torch.dtype:
+    """The dtype a checkpoint loads in; `auto` is its config's. Raises `ConfigError`."""
     wanted: Any = getattr(config, "dtype", None) if dtype == "auto" else dtype
     name = str(torch.bfloat16 if wanted is None else wanted).removeprefix("torch.")
     if name not in _DTYPES:

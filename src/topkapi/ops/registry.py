@@ -1,6 +1,6 @@
 """Which kernels exist for each operation, best first.
 
-The one place that knows every kernel package. `topkapi doctor` prints `explain`.
+The one place that knows every kernel package. `topkapi doctor` prints what each says.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from types import MappingProxyType
 
 import torch
 
-from topkapi.device import DeviceInfo, device_info
-from topkapi.dispatch import Kernel, Op, Problem, Verdict
+from topkapi.device import device_info
+from topkapi.dispatch import Kernel, Op, Problem
 from topkapi.kernels import external, tilelang, torch_cpu
 from topkapi.kernels import triton as triton_kernels
 from topkapi.ops.measured import H200
@@ -52,35 +52,3 @@ def problem_for(op: str, like: torch.Tensor, **facts: object) -> Problem:
     """The `Problem` of one call: the device, dtype and capture state of `like`, and `facts`."""
     capture = like.is_cuda and torch.cuda.is_current_stream_capturing()
     return Problem(op, device_info(like.device), like.dtype, capture=capture, **facts)  # type: ignore[arg-type]
-
-
-def explain(
-    device: DeviceInfo,
-    dtype: torch.dtype = torch.bfloat16,
-    cache_format: str = "bf16",
-    heads: int = 128,
-    rows: int = 0,
-) -> dict[str, list[Verdict]]:
-    """Every kernel of every operation with its reason to refuse DeepSeek-V3.2's sizes, or None,
-    what `auto` may take first and in its order.
-
-    `heads` are the attention heads of one device: fewer than 128 where they are split. Without
-    `rows` the table of measured times is not asked.
-    """
-    return {
-        name: op.explain(
-            Problem(
-                name,
-                device,
-                dtype,
-                cache_format=cache_format,
-                num_heads=heads,
-                latent_dim=512,
-                rope_dim=64,
-                index_dim=128,
-                topk=2048,
-                rows=rows,
-            )
-        )
-        for name, op in OPS.items()
-    }
