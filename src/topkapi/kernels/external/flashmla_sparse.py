@@ -3,16 +3,18 @@
     out, lse = softmax over the slots of each row; -1 is skipped wherever it stands
 
 Its quirks: a fixed set of head counts (64 and 128, vLLM's build 8 to 128), filled up with zero
-heads; selections of whole tiles, filled up with -1; an lse of +inf for a row without slots; bf16
-records alone, so that of an fp8 cache only what is selected is dequantised, row block by row block
-within the budget.
+heads; selections of whole tiles, filled up with -1; an lse of +inf for a row without slots, and to
+base 2 in SGLang's build; bf16 records alone, so that of an fp8 cache only what is selected is
+dequantised, row block by row block within the budget.
 """
 
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -59,7 +61,14 @@ def _flash_mla() -> Prefill:
 
 def _sgl_kernel() -> Prefill:
     load_library("sgl_kernel", "flashmla_ops*.so")
-    return Prefill(_raw(torch.ops.sgl_kernel.sparse_prefill_fwd, ()), (64, 128))
+    raw = _raw(torch.ops.sgl_kernel.sparse_prefill_fwd, ())
+
+    def call(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        # Its older FlashMLA gives the logarithm to base 2 (0.4.5).
+        out, lse = raw(*arguments)
+        return out, lse * math.log(2)
+
+    return Prefill(call, (64, 128))
 
 
 def _vllm() -> Prefill:
