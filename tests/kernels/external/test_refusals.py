@@ -164,8 +164,11 @@ def test_importing_and_explaining_imports_no_peer() -> None:
     code = """
 import sys
 from topkapi.device import DeviceInfo
-from topkapi.ops.registry import explain
-explain(DeviceInfo("cpu"))
+from topkapi.dispatch import Problem
+from topkapi.ops.registry import OPS
+import torch
+for name, op in OPS.items():
+    op.explain(Problem(name, DeviceInfo("cpu"), torch.float32))
 peers = {"flash_mla", "sgl_kernel", "vllm", "deep_gemm", "flashinfer", "aiter"}
 sys.exit(", ".join(peers & set(sys.modules)) or None)
 """
