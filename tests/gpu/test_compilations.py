@@ -27,7 +27,7 @@ NAMES = ("prefill_kernel", "decode_kernel", "indexer_kernel")
 TRITON = BackendOptions(**dict.fromkeys(NAMES, "triton"))
 QUERIES = {ForwardMode.DECODE: 1, ForwardMode.TARGET_VERIFY: 4}
 # One context on each side of every power of two and of k, and few of them in one batch.
-CONTEXTS = (1, 65, 129, 300, 600, 1100, 2047, 2049, 4100, 8200, MOST_CONTEXT)
+CONTEXTS = (65, 300, 600, 1100, 2049, 4100, 8200, MOST_CONTEXT)
 
 
 def kernels() -> dict[str, Any]:
@@ -56,8 +56,7 @@ def random_rows(rows: int, heads: int) -> Stream:
     return Stream(normal(heads, 576), normal(576), normal(64, 128), normal(128), weights)
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["bf16", "fp8"])
-@pytest.mark.parametrize("heads", [128, 16])
+@pytest.mark.parametrize(("heads", "kv_cache_dtype"), [(128, "fp8"), (16, "bf16")])
 def test_fifty_lengths_compile_nothing(heads: int, kv_cache_dtype: str) -> None:
     """Whole layers: step metadata, writes, scoring, selection and attention of every mode."""
     world = World(
