@@ -243,7 +243,14 @@ def test_the_command_writes_lines_page_and_plot(
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--op", "softmax"], ["--vs", "mystery"], ["--part", "2/2"], ["--part", "x"]]
+    "arguments",
+    [
+        ["--op", "softmax"],
+        ["--vs", "mystery"],
+        ["--without", "mystery"],
+        ["--part", "2/2"],
+        ["--part", "x"],
+    ],
 )
 def test_arguments_are_checked_before_any_work(arguments: list[str]) -> None:
     result = CliRunner().invoke(app, ["ops", "--device", "cpu", *arguments])
@@ -253,11 +260,13 @@ def test_arguments_are_checked_before_any_work(arguments: list[str]) -> None:
 def test_a_kernel_named_by_vs_runs_beside_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     with_kernels(monkeypatch, *(kernel(name, right) for name in ("triton", "peer", "other")))
 
-    def names(*vs: str) -> list[str]:
-        return [row["kernel"] for row in ops.run([TOPK], CPU, ops.Plan(frozenset(vs), 0.0))]
+    def names(*vs: str, without: str = "") -> list[str]:
+        plan = ops.Plan(frozenset(vs), frozenset({without}), seconds=0.0)
+        return [row["kernel"] for row in ops.run([TOPK], CPU, plan)]
 
     assert names("all") == ["triton", "peer", "other", "torch.topk"]
     assert names("none") == ["triton"]
+    assert names("all", without="other") == ["triton", "peer", "torch.topk"]
     assert names("peer", "torch.topk") == ["triton", "peer", "torch.topk"]
 
 

@@ -43,7 +43,7 @@ def test_a_case_is_checked_and_timed(op: str) -> None:
     case = BenchCase(
         op, rows=64, context=4096, cache="bf16", dtype=torch.bfloat16, index_heads=64, k=512
     )
-    rows = list(ops.run([case], CUDA, ops.Plan(frozenset({"none"}), 0.01)))
+    rows = list(ops.run([case], CUDA, ops.Plan(frozenset({"none"}), seconds=0.01)))
     (row,) = (row for row in rows if row["kernel"] == "triton")
     assert row["timing"] == "graph", row
     assert 0 < row["fraction"] < 1

@@ -37,18 +37,26 @@ class Contender:
     exact: bool = True
 
 
-def check_names(names: Collection[str]) -> None:
+def check_names(option: str, names: Collection[str]) -> None:
     """Refuse names of kernels that no operation has, before any work."""
     known = {kernel.name for op in OPS.values() for kernel in op.kernels} | {"all", "none"}
     if unknown := sorted(set(names) - known - {TORCH_TOPK}):
-        raise ConfigError(f"--vs: no kernel named {', '.join(unknown)}; known: {sorted(known)}")
+        raise ConfigError(f"{option}: no kernel named {', '.join(unknown)}; known: {sorted(known)}")
 
 
 def contenders(
-    case: BenchCase, arguments: Arguments, vs: Collection[str], device: torch.device
+    case: BenchCase,
+    arguments: Arguments,
+    vs: Collection[str],
+    without: Collection[str],
+    device: torch.device,
 ) -> Iterator[Contender]:
-    """Ours, then those that `vs` names (`all`, `none`, or names of kernels and `torch.topk`)."""
+    """Ours, then those that `vs` names (`all`, `none`, or names of kernels and `torch.topk`), none
+    of those that `without` names.
+    """
     for kernel in OPS[case.op].kernels:
+        if kernel.name in without:
+            continue
         plain = kernel.name == _PLAIN and device.type == "cuda"
         wanted = kernel.name in vs or (not plain and (not kernel.peer or "all" in vs))
         if wanted:
@@ -58,7 +66,7 @@ def contenders(
             call = partial(getattr(ops, case.op), **arguments, **step, kernel=kernel.name)
             role = "peer" if kernel.peer else "ours"
             yield Contender(kernel.name, role, call, kernel.exact)
-    if "all" in vs or TORCH_TOPK in vs:
+    if ("all" in vs or TORCH_TOPK in vs) and TORCH_TOPK not in without:
         yield from _baselines(case, arguments, device)
 
 

@@ -61,13 +61,14 @@ FAILURES = _failures()
 
 @dataclass(frozen=True)
 class Plan:
-    """How to measure. `seconds` is the time that all rounds of one case should take together;
-    without `timing` kernels are only compiled and checked.
+    """How to measure, and whom (see `contenders`). `seconds` is the time that all rounds of one case
+    should take together; without `timing` kernels are only compiled and checked.
     """
 
     vs: frozenset[str] = frozenset({"all"})
     seconds: float = 0.1
     timing: bool = True
+    without: frozenset[str] = frozenset()
 
 
 def run(cases: Sequence[BenchCase], device: torch.device, plan: Plan) -> Iterator[dict[str, Any]]:
@@ -92,7 +93,7 @@ def _measure(
     expected = expect(case, arguments)
     rows: list[dict[str, Any]] = []
     timed: dict[str, Timed] = {}
-    for contender in contenders(case, arguments, plan.vs, device):
+    for contender in contenders(case, arguments, plan.vs, plan.without, device):
         row: dict[str, Any] = {"kernel": contender.name, "role": contender.role}
         row |= _judged(case, contender, arguments, expected)
         rows.append(row)

@@ -25,6 +25,9 @@ def ops_command(
     vs: Annotated[
         str, typer.Option(help="Beside ours: all, none, or kernels' names (torch.topk is one).")
     ] = "all",
+    without: Annotated[
+        str, typer.Option(help="Kernels to leave out: tilelang compiles for a minute a size.")
+    ] = "",
     quick: Annotated[bool, typer.Option(help="A few sizes, seconds each.")] = False,
     device: DeviceOption = "auto",
     seconds: Annotated[float, typer.Option(min=0.0, help="Timing of one case, about.")] = 0.1,
@@ -39,13 +42,14 @@ def ops_command(
     from topkapi.bench.contenders import check_names
     from topkapi.ops.registry import NAMES
 
-    names, rivals = _words(op), _words(vs)
+    names, rivals, absent = _words(op), _words(vs), _words(without)
     if unknown := sorted(set(names) - set(NAMES)):
         raise ConfigError(f"--op: no such operation: {', '.join(unknown)}; known: {NAMES}")
-    check_names(rivals)
+    check_names("--vs", rivals)
+    check_names("--without", absent)
     where = resolve_device(device)
     cases = ops.chosen_cases(where, names=names, quick=quick, part=_part(part))
-    plan = ops.Plan(frozenset(rivals), seconds, timing=not check_only)
+    plan = ops.Plan(frozenset(rivals), seconds, not check_only, frozenset(absent))
     if check_only:
         cases = [sizes.shrunk(case, 2**21) for case in cases]
     if out:
