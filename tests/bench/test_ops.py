@@ -261,7 +261,7 @@ def test_a_kernel_named_by_vs_runs_beside_ours(monkeypatch: pytest.MonkeyPatch) 
     with_kernels(monkeypatch, *(kernel(name, right) for name in ("triton", "peer", "other")))
 
     def names(*vs: str, without: str = "") -> list[str]:
-        plan = ops.Plan(frozenset(vs), frozenset({without}), seconds=0.0)
+        plan = ops.Plan(frozenset(vs), seconds=0.0, without=frozenset({without}))
         return [row["kernel"] for row in ops.run([TOPK], CPU, plan)]
 
     assert names("all") == ["triton", "peer", "other", "torch.topk"]

@@ -61,7 +61,7 @@ FAILURES = _failures()
 
 @dataclass(frozen=True)
 class Plan:
-    """How to measure, and whom (see `contenders`). `seconds` is the time that all rounds of one case
+    """How to measure, and whom (see `contenders`). `seconds` is the time that all rounds of a case
     should take together; without `timing` kernels are only compiled and checked.
     """
 
