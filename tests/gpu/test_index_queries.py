@@ -99,25 +99,39 @@ def test_a_graph_replays_on_new_queries() -> None:
     assert not torch.equal(captured, before)
 
 
-def test_a_row_selects_the_same_in_any_batch() -> None:
-    """Decoded alone, among others, or as the last row of a prefill's chunk of 3."""
-    case = SelectCase("rows", (3, 1, 1), (3000, 900, 2500), k=256, heads=64, cache=torch.uint8,
-                      dtype=torch.bfloat16)  # fmt: skip
+@pytest.mark.parametrize("heads", [16, 32, 64])
+@pytest.mark.parametrize(
+    ("q_dtype", "cache"),
+    [
+        (torch.float8_e4m3fn, torch.uint8),
+        (torch.bfloat16, torch.uint8),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.float32),
+    ],
+    ids=["e4m3, fp8", "bf16, fp8", "bf16", "fp32"],
+)
+def test_a_row_scores_the_same_bits_in_any_batch(
+    q_dtype: torch.dtype, cache: torch.dtype, heads: int
+) -> None:
+    """Decoded alone, verified beside 3 others, in a chunk of 40 or in one of 300."""
+    dtype = torch.float32 if q_dtype == torch.float32 else torch.bfloat16
+    case = SelectCase("rows", (300,), (3000,), heads=heads, cache=cache, dtype=dtype)
     inputs = case.make(DEVICE)
-    q, weights = quantize_index_query(inputs["q"], inputs["weights"])
-    context, k = inputs["context"], inputs["k"]
-    whole = ops.select(q, weights, inputs["index_cache"], context, k, kernel="triton")
-    bounds = context.cu_seqlens_q.tolist()
-    for request in range(3):
-        row = bounds[request + 1] - 1
-        one = replace(
-            context,
-            lengths=context.lengths[row : row + 1],
-            request_of_row=torch.zeros_like(context.request_of_row[:1]),
-            cu_seqlens_q=torch.tensor([0, 1], dtype=torch.int32, device=DEVICE),
-            max_seq_len_q=1,
-            table_rows=context.table_rows[request : request + 1],
-        )
-        part = slice(row, row + 1)
-        alone = ops.select(q[part], weights[part], inputs["index_cache"], one, k, kernel="triton")
-        assert torch.equal(alone, whole[part])
+    q, weights, context = inputs["q"], inputs["weights"], inputs["context"]
+    if q_dtype == torch.float8_e4m3fn:
+        q, weights = quantize_index_query(q, weights)
+    whole = ops.indexer_logits(q, weights, inputs["index_cache"], context, kernel="triton")
+    for count in (1, 4, 40):
+        for first in (0, 100, 300 - count):
+            rows = slice(first, first + count)
+            part = replace(
+                context,
+                lengths=context.lengths[rows],
+                request_of_row=context.request_of_row[rows],
+                cu_seqlens_q=torch.tensor([0, count], dtype=torch.int32, device=DEVICE),
+                max_seq_len_q=count,
+            )
+            got = ops.indexer_logits(
+                q[rows], weights[rows], inputs["index_cache"], part, kernel="triton"
+            )
+            assert torch.equal(got, whole[rows]), (count, first)
