@@ -55,7 +55,8 @@ class Kernel:
     problem)`, where present, is how many heads a launch computes, those that only fill up its tiles
     included. `peer` marks another project's kernel: `auto` takes it only where the measured table
     names it. `exact` is False for one whose answer may differ from the reference's beyond rounding:
-    it runs only by name. `batch_invariant` says that `launch` takes `batch_invariant=True` and then
+    it runs only by name. `provider()`, where present, names the installed package and version that
+    a launch would call. `batch_invariant` says that `launch` takes `batch_invariant=True` and then
     gives a row the same bits in any batch.
     """
 
@@ -68,6 +69,7 @@ class Kernel:
     peer: bool = False
     exact: bool = True
     batch_invariant: bool = False
+    provider: Callable[[], str | None] | None = None
 
     def reason(self, problem: Problem) -> str | None:
         """Why this kernel does not take `problem`, or None."""
@@ -85,13 +87,14 @@ class Kernel:
 @dataclass(frozen=True)
 class Verdict:
     """One line of `explain`: a kernel, the reason it refuses (None when usable), the heads it would
-    compute for nothing, and whether `auto` may take it.
+    compute for nothing, whether `auto` may take it, and the package and version that provide it.
     """
 
     kernel: str
     reason: str | None
     padded_heads: int = 0
     auto: bool = True
+    provider: str | None = None
 
 
 def no_order(problem: Problem) -> tuple[str, ...]:
@@ -150,15 +153,14 @@ class Op:
         raise KernelRefusedError(f"{self.name}: no usable kernel. " + "; ".join(reasons))
 
     def explain(self, problem: Problem) -> list[Verdict]:
-        """Every kernel with its reason to refuse `problem`: first what `auto` may take, in its
-        order, then the others.
-        """
+        """Every kernel with its reason to refuse `problem`, as they are listed."""
         order = self.preferred(problem)
-        others = [kernel for kernel in self.kernels if kernel not in order]
-        return [self._verdict(kernel, problem, kernel in order) for kernel in (*order, *others)]
+        return [self._verdict(kernel, problem, kernel in order) for kernel in self.kernels]
 
     @staticmethod
     def _verdict(kernel: Kernel, problem: Problem, auto: bool) -> Verdict:
         reason = kernel.reason(problem)
-        padded = kernel.padded_heads(problem) if reason is None else 0
-        return Verdict(kernel.name, reason, padded, auto)
+        if reason is not None:
+            return Verdict(kernel.name, reason, auto=auto)
+        provider = kernel.provider() if kernel.provider else None
+        return Verdict(kernel.name, None, kernel.padded_heads(problem), auto, provider)

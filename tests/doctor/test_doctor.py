@@ -117,7 +117,7 @@ def test_json_has_only_plain_values(tiny: Path) -> None:
         "free_bytes", "weight_bytes", "fraction", "assumption", "cache_bytes",
     }  # fmt: skip
     assert set(plain["kernels"]["decode"]["topk"][0]) == {
-        "kernel", "reason", "padded_heads", "auto",
+        "kernel", "reason", "padded_heads", "auto", "provider",
     }  # fmt: skip
 
 

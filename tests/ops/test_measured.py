@@ -124,7 +124,7 @@ def test_auto_goes_by_the_table_and_never_by_chance() -> None:
     assert missing.choose(PROBLEM).name == "triton"
     verdicts = {item.kernel: item.auto for item in op.explain(PROBLEM)}
     assert verdicts == {"fa3": True, "triton": True, "torch": True, "aiter": False}
-    assert [item.kernel for item in op.explain(PROBLEM)] == ["fa3", "triton", "torch", "aiter"]
+    assert [item.name for item in op.preferred(PROBLEM)] == ["fa3", "triton", "torch"]
 
 
 def test_an_inexact_kernel_runs_by_name_alone() -> None:

@@ -58,6 +58,8 @@ def _said(verdict: Verdict, heads: int) -> str:
     if verdict.reason is not None:
         return f"no: {verdict.reason}"
     words = "yes" if verdict.auto else "yes, by name"
+    if verdict.provider:
+        words += f" ({verdict.provider})"
     if verdict.padded_heads:
         words += f", {verdict.padded_heads} heads computed beside the {heads}"
     return words

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 
 from topkapi.dispatch import Kernel, Problem
-from topkapi.kernels.external.packages import Provider, loaded, refuse_package
+from topkapi.kernels.external.packages import Provider, loaded, provided_by, refuse_package
 from topkapi.kernels.external.selected import emptied, flattened
 
 Decode = Callable[..., tuple[torch.Tensor, ...]]
@@ -89,4 +89,6 @@ def _refuse(problem: Problem) -> str | None:
     return refuse_package(PROVIDERS)
 
 
-AITER = Kernel("aiter", "sparse_mla", _refuse, sparse_mla, peer=True)
+AITER = Kernel(
+    "aiter", "sparse_mla", _refuse, sparse_mla, peer=True, provider=provided_by(PROVIDERS)
+)

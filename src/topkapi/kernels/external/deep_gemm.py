@@ -24,7 +24,7 @@ from topkapi.context import Context
 from topkapi.device import device_info
 from topkapi.dispatch import Kernel, Problem
 from topkapi.kernels import triton as triton_kernels
-from topkapi.kernels.external.packages import Provider, loaded, refuse_package
+from topkapi.kernels.external.packages import Provider, loaded, provided_by, refuse_package
 from topkapi.layout.index_key import fp8_page_views
 
 PAGE = 64
@@ -272,5 +272,14 @@ def _refuse(problem: Problem) -> str | None:
     return refuse_package(PROVIDERS)
 
 
-DEEP_GEMM_LOGITS = Kernel("deep_gemm", "indexer_logits", _refuse, indexer_logits, peer=True)
-DEEP_GEMM_SELECT = Kernel("deep_gemm", "select", _refuse, select, peer=True)
+DEEP_GEMM_LOGITS = Kernel(
+    "deep_gemm",
+    "indexer_logits",
+    _refuse,
+    indexer_logits,
+    peer=True,
+    provider=provided_by(PROVIDERS),
+)
+DEEP_GEMM_SELECT = Kernel(
+    "deep_gemm", "select", _refuse, select, peer=True, provider=provided_by(PROVIDERS)
+)

@@ -16,7 +16,13 @@ from collections.abc import Callable
 import torch
 
 from topkapi.dispatch import Kernel, Problem
-from topkapi.kernels.external.packages import Provider, load_library, loaded, refuse_package
+from topkapi.kernels.external.packages import (
+    Provider,
+    load_library,
+    loaded,
+    provided_by,
+    refuse_package,
+)
 from topkapi.kernels.external.selected import compacted
 
 # (q_rope [R, 1, H, 64], k [slots, 1, 1, 64], v [slots, 1, 1, 512], q_latent [R, 1, H, 512],
@@ -142,4 +148,4 @@ def _refuse(problem: Problem) -> str | None:
     return refuse_package(PROVIDERS)
 
 
-FA3 = Kernel("fa3", "sparse_mla", _refuse, sparse_mla, peer=True)
+FA3 = Kernel("fa3", "sparse_mla", _refuse, sparse_mla, peer=True, provider=provided_by(PROVIDERS))

@@ -20,7 +20,13 @@ import torch
 
 from topkapi.dispatch import Kernel, Problem
 from topkapi.kernels.external.flashmla_sparse import refuse_static, unpadded
-from topkapi.kernels.external.packages import Provider, load_library, loaded, refuse_package
+from topkapi.kernels.external.packages import (
+    Provider,
+    load_library,
+    loaded,
+    provided_by,
+    refuse_package,
+)
 from topkapi.kernels.external.selected import padded_heads, padded_width
 
 PAGE = 64
@@ -151,4 +157,5 @@ FLASHMLA_KV = Kernel(
     prepare=_prepare,
     heads_computed=_heads_computed,
     peer=True,
+    provider=provided_by(PROVIDERS),
 )

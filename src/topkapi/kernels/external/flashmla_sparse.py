@@ -19,7 +19,13 @@ from typing import Any
 import torch
 
 from topkapi.dispatch import Kernel, Problem
-from topkapi.kernels.external.packages import Provider, load_library, loaded, refuse_package
+from topkapi.kernels.external.packages import (
+    Provider,
+    load_library,
+    loaded,
+    provided_by,
+    refuse_package,
+)
 from topkapi.kernels.external.selected import gathered, padded_heads, padded_width, rows_within
 
 # Slots a row are read in tiles of this many.
@@ -174,5 +180,11 @@ def _heads_computed(problem: Problem) -> int:
 
 
 FLASHMLA_SPARSE = Kernel(
-    "flashmla_sparse", "sparse_mla", _refuse, sparse_mla, heads_computed=_heads_computed, peer=True
+    "flashmla_sparse",
+    "sparse_mla",
+    _refuse,
+    sparse_mla,
+    heads_computed=_heads_computed,
+    peer=True,
+    provider=provided_by(PROVIDERS),
 )

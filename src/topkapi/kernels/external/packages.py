@@ -112,7 +112,11 @@ def loaded(providers: tuple[Provider, ...]) -> Loaded:
     return found
 
 
-def installed_version(providers: tuple[Provider, ...]) -> str | None:
-    """`package version` of the provider in use, or None. Opens it at the first call."""
-    found = probe(providers)
-    return f"{found.package} {found.version}" if isinstance(found, Loaded) else None
+def provided_by(providers: tuple[Provider, ...]) -> Callable[[], str | None]:
+    """What a record's `provider` is: `package version` of the one in use, or None."""
+
+    def name() -> str | None:
+        found = probe(providers)
+        return f"{found.package} {found.version}" if isinstance(found, Loaded) else None
+
+    return name

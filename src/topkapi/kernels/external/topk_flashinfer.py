@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from topkapi.dispatch import Kernel, Problem
-from topkapi.kernels.external.packages import Provider, loaded, refuse_package
+from topkapi.kernels.external.packages import Provider, loaded, provided_by, refuse_package
 from topkapi.kernels.external.topk_order import ascending, refuse_topk
 
 # (logits [R, S], offsets [R] int32, lengths [R] int32, k) to positions [R, k] int32, -1 pads.
@@ -55,4 +55,6 @@ def _refuse(problem: Problem) -> str | None:
     return refuse_topk(problem, ()) or refuse_package(PROVIDERS)
 
 
-TOPK = Kernel("flashinfer", "topk", _refuse, topk, peer=True, exact=False)
+TOPK = Kernel(
+    "flashinfer", "topk", _refuse, topk, peer=True, exact=False, provider=provided_by(PROVIDERS)
+)

@@ -11,7 +11,13 @@ from collections.abc import Callable
 import torch
 
 from topkapi.dispatch import Kernel, Problem
-from topkapi.kernels.external.packages import Provider, load_library, loaded, refuse_package
+from topkapi.kernels.external.packages import (
+    Provider,
+    load_library,
+    loaded,
+    provided_by,
+    refuse_package,
+)
 from topkapi.kernels.external.topk_order import ascending, refuse_topk
 
 K = 2048
@@ -53,4 +59,6 @@ def _refuse(problem: Problem) -> str | None:
     return refuse_topk(problem, (K,)) or refuse_package(PROVIDERS)
 
 
-TOPK = Kernel("sgl_kernel", "topk", _refuse, topk, peer=True, exact=False)
+TOPK = Kernel(
+    "sgl_kernel", "topk", _refuse, topk, peer=True, exact=False, provider=provided_by(PROVIDERS)
+)

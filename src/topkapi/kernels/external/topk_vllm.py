@@ -10,7 +10,13 @@ from collections.abc import Callable
 import torch
 
 from topkapi.dispatch import Kernel, Problem
-from topkapi.kernels.external.packages import Provider, load_library, loaded, refuse_package
+from topkapi.kernels.external.packages import (
+    Provider,
+    load_library,
+    loaded,
+    provided_by,
+    refuse_package,
+)
 from topkapi.kernels.external.topk_order import ascending, refuse_topk
 
 # (logits [R, S], begins [R] int32, ends [R] int32, out [R, k] int32, R, strides, k); fills `out`
@@ -50,4 +56,6 @@ def _refuse(problem: Problem) -> str | None:
     return refuse_topk(problem, ()) or refuse_package(PROVIDERS)
 
 
-TOPK = Kernel("vllm", "topk", _refuse, topk, peer=True, exact=False)
+TOPK = Kernel(
+    "vllm", "topk", _refuse, topk, peer=True, exact=False, provider=provided_by(PROVIDERS)
+)
