@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from cases import SPARSE_MLA_CASES, SparseMlaCase
+from tolerances import OUTPUT, Tolerance, assert_close
 from topkapi import ops
 
 pytestmark = [
@@ -45,9 +46,15 @@ WIDE_CASES = (
     SparseMlaCase("32 heads", 20, heads=32, k=333, num_slots=5000, pattern="holes"),
     SparseMlaCase("fp16", 4, heads=16, k=300, cache=torch.float16, dtype=torch.float16),
     SparseMlaCase("axk2", 4, heads=32, latent=128, rope=32, k=65),
+    SparseMlaCase("32 heads, capped sinks", 5, heads=20, k=100, sinks=True, logit_cap=20.0),
     SparseMlaCase("no rope", 5, heads=5, latent=96, rope=0, k=17),
     SparseMlaCase("wide rope", 5, heads=5, latent=160, rope=96, k=33),
 )
+FP8_CASES = (
+    *(case for case in SPARSE_MLA_CASES if (case.cache, case.dtype) == (torch.uint8, _BF16)),
+    SparseMlaCase("fp8 wide", 20, heads=128, k=700, num_slots=5000, cache=torch.uint8,
+                  dtype=_BF16, pattern="holes"),
+)  # fmt: skip
 CASES = NARROW_CASES + tuple(
     case if case.dtype == torch.float16 else in_bf16(case) for case in WIDE_CASES
 )
@@ -62,6 +69,17 @@ def named(case: Any) -> str:
 def test_sparse_mla(case: SparseMlaCase, phase: Any) -> None:
     inputs = case.make(DEVICE)
     case.compare(ops.sparse_mla(**inputs, phase=phase, kernel="tilelang"), inputs)
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("case", FP8_CASES, ids=named)
+def test_fp8_records(case: SparseMlaCase, phase: Any) -> None:
+    inputs = case.make(DEVICE)
+    out, lse = ops.sparse_mla(**inputs, phase=phase, kernel="tilelang")
+    want_out, want_lse = case.expected(inputs)
+    # fp8 records become bf16 operands: a score carries one rounding of each latent value.
+    assert_close("lse", lse, want_lse, Tolerance(3e-3, 3e-3, 0.0))
+    assert_close("out", out, want_out, OUTPUT[_BF16])
 
 
 @pytest.mark.parametrize("heads", [8, 128])

@@ -4,10 +4,11 @@
     out = sum_j exp(s_j) * latent[slot_j] / (sum_j exp(s_j) + exp(sink[h]))
     lse = log(sum_j exp(s_j))
 
-Two programs compute it: `sparse_mla_wide` 64 heads of a row on Hopper, `sparse_mla_narrow` 16 or 32
-on any NVIDIA GPU from sm80. With few rows several programs share a row's slots, and `combine`
-merges what they leave. TileLang compiles a program at its first launch (up to a minute, then
-kept on disk); head counts, dims and dtype are compiled in, rows, slots and widths are not.
+Two programs compute it: `sparse_mla_wide` 64 heads of a row over 16-bit records on Hopper,
+`sparse_mla_narrow` 16 or 32 over any records on NVIDIA GPUs from sm80. With few rows several
+programs share a row's slots, and `combine` merges what they leave. TileLang compiles a program at
+its first launch (up to a minute, then kept on disk); head counts, dims and dtype are compiled in,
+rows, slots and widths are not.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ import torch
 
 from topkapi.device import DeviceInfo, device_info
 from topkapi.dispatch import Kernel, Problem
+from topkapi.layout.latent import LATENT_FP8
 
 # The versions whose language the programs are written in: from this one, within its 0.1 line.
 OLDEST = (0, 1, 15)
-FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# The query dtype that goes with each cache format.
+FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 # Bounds are kept by the launcher, and synchronisation by the programs.
 PASSES = {
@@ -54,17 +57,29 @@ class Tile:
     wide: bool = False
 
 
-def choose_tile(device: DeviceInfo, heads: int, latent: int, rope: int) -> Tile:
-    """The cut for `heads` heads over records of `latent` and `rope` 16-bit values."""
-    if device.arch == 90 and heads > 32 and (latent, rope) == (512, 64):
+def choose_tile(device: DeviceInfo, heads: int, latent: int, rope: int, fp8: bool = False) -> Tile:
+    """The cut for `heads` heads over records of `latent` and `rope` values."""
+    if device.arch == 90 and heads > 32 and (latent, rope) == (512, 64) and not fp8:
         return Tile(64, 128, 384, 1, 1, wide=True)
     block = 16 if heads <= 16 else 32
-    row = 2 * (latent + rope)
-    for tile in (Tile(block, 32, 128, 2, 2), Tile(block, 16, 128, 2, 1)):
-        room = device.shared_memory // tile.per_sm - 4096
-        if (block + tile.stages * tile.tokens) * row <= room:
+    best = Tile(16, 32, 128, 2, 2) if block == 16 else Tile(32, 64, 256, 2, 1)
+    tiles = (best, Tile(block, 32, 128, 2, 1), Tile(block, 16, 128, 2, 1))
+    for tile in tiles:
+        room = device.shared_memory // tile.per_sm - 1024
+        if shared_bytes(tile, latent, rope, fp8) <= room:
             return tile
-    return Tile(block, 32 if block == 16 else 16, 128, 2, 1)
+    return tiles[-1]
+
+
+def shared_bytes(tile: Tile, latent: int, rope: int, fp8: bool) -> int:
+    """Shared memory of a program that is not wide: queries, ring, weights and what warps exchange;
+    for fp8 records the tile they become, too.
+    """
+    row = 2 * (latent + rope)
+    record = latent + 4 * -(-latent // 128) + 2 * rope if fp8 else row
+    dequantised = 2 * tile.tokens * latent if fp8 else 0
+    exchanged = 2 * tile.heads * tile.tokens + tile.heads * tile.threads + 1024
+    return tile.heads * row + tile.stages * tile.tokens * record + dequantised + exchanged
 
 
 def choose_splits(
@@ -87,7 +102,7 @@ def choose_splits(
 @lru_cache(maxsize=256)
 def _compiled(
     arch: int, tile: Tile, heads: int, latent: int, rope: int, dtype: str,
-    split: bool, has_sinks: bool, has_cap: bool,
+    split: bool, has_sinks: bool, has_cap: bool, record_bytes: int,
 ) -> Callable[..., Any]:  # fmt: skip
     """The attention program for these sizes. Imports TileLang, and compiles at the first call."""
     sizes = (heads, latent, rope, dtype, split, has_sinks, has_cap)
@@ -97,7 +112,9 @@ def _compiled(
         return _compile(attend_wide(*sizes), arch)
     from topkapi.kernels.tilelang.sparse_mla_narrow import attend_narrow
 
-    program = attend_narrow(*sizes, tile.heads, tile.tokens, tile.stages, tile.threads)
+    program = attend_narrow(
+        *sizes, tile.heads, tile.tokens, tile.stages, tile.threads, record_bytes
+    )
     return _compile(program, arch)
 
 
@@ -147,7 +164,8 @@ def sparse_mla(
     if rows == 0:
         return out, lse
     device = device_info(q.device)
-    tile = tile or choose_tile(device, heads, v_dim, dims - v_dim)
+    fp8 = kv_cache.dtype == LATENT_FP8.dtype
+    tile = tile or choose_tile(device, heads, v_dim, dims - v_dim, fp8)
     slots = _whole_tiles(slots, tile.tokens)
     if splits is None:
         splits = 1
@@ -163,15 +181,34 @@ def sparse_mla(
     if splits > 1:
         target = torch.empty(splits, rows, heads, v_dim, dtype=torch.float32, device=q.device)
         target_lse = torch.empty(splits, rows, heads, dtype=torch.float32, device=q.device)
-    attend = _compiled(arch, tile, *sizes, splits > 1, sinks is not None, logit_cap > 0)
-    attend(
-        q.contiguous(), kv_cache.contiguous()[:, 0], slots, bias, target, target_lse,
-        scale, logit_cap,
+    records = kv_cache.contiguous()[:, 0]
+    attend = _compiled(
+        arch, tile, *sizes, splits > 1, sinks is not None, logit_cap > 0,
+        records.shape[1] if fp8 else 0,
     )  # fmt: skip
+    parts = (records,) if tile.wide else _parts(records, v_dim, dims - v_dim)
+    attend(q.contiguous(), *parts, slots, bias, target, target_lse, scale, logit_cap)
     if splits > 1:
         merge = _combined(arch, heads, v_dim, DTYPES[q.dtype], sinks is not None)
         merge(target, target_lse, bias, out, lse)
     return out, lse
+
+
+def _parts(
+    records: torch.Tensor, latent: int, rope: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Latents, scales and ropes of `records [slots, W]`, as views. What there is none of is a
+    stand-in of the same strides.
+    """
+    groups = LATENT_FP8.num_scales(latent)
+    if records.dtype != LATENT_FP8.dtype:
+        scales = torch.empty(1, groups, dtype=torch.float32, device=records.device)
+        first = latent if rope else 0
+        return records[:, :latent], scales, records[:, first : first + max(rope, 1)]
+    scales = records[:, latent : latent + 4 * groups].view(torch.float32)
+    first = (latent + 4 * groups) // 2 if rope else 0
+    ropes = records.view(torch.bfloat16)[:, first : first + max(rope, 1)]
+    return records[:, :latent].view(torch.float8_e4m3fn), scales, ropes
 
 
 def _whole_tiles(slots: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -204,9 +241,10 @@ def _refuse(problem: Problem) -> str | None:
     if int(device.arch) < 80:
         return f"needs sm80 or newer, this is {device.label}"
     if problem.cache_format not in FORMATS:
-        return f"reads bf16 and fp16 records, not {problem.cache_format}"
+        return f"reads bf16, fp16 and fp8 records, not {problem.cache_format}"
     if problem.dtype != FORMATS[problem.cache_format]:
-        return f"wants queries of the records' dtype, {problem.cache_format}"
+        wanted = str(FORMATS[problem.cache_format]).removeprefix("torch.")
+        return f"wants {wanted} queries over {problem.cache_format} records"
     if problem.latent_dim % 32 or problem.rope_dim % 32:
         got = f"{problem.latent_dim} + {problem.rope_dim}"
         return f"takes latent and rope dims that are multiples of 32, got {got}"
@@ -216,7 +254,8 @@ def _refuse(problem: Problem) -> str | None:
 
 
 def _heads_computed(problem: Problem) -> int:
-    tile = choose_tile(problem.device, problem.num_heads, problem.latent_dim, problem.rope_dim)
+    sizes = problem.num_heads, problem.latent_dim, problem.rope_dim
+    tile = choose_tile(problem.device, *sizes, fp8=problem.cache_format == "fp8")
     return -(-problem.num_heads // tile.heads) * tile.heads
 
 

@@ -4,7 +4,8 @@ The formula is in `reference.sparse_mla`. Knows nothing of torch: `sparse_mla` l
 
 All warps gather, score and sum together: while a tile of tokens is computed, the next ones are
 copied into the other stages of a ring in shared memory. The warps split the tokens of the scores
-and the dims of the output, so that 16 heads fill the tensor cores' smallest tile.
+and the dims of the output, so that 16 heads fill the tensor cores' smallest tile. fp8 records lie
+in the ring as they are, and a tile of them is dequantised when its turn comes.
 """
 
 import tilelang.language as T
@@ -14,36 +15,55 @@ from topkapi.kernels.tilelang.sparse_mla_wide import LN2, LOG2E, LOWEST, UNAWAIT
 
 def attend_narrow(
     heads: int, latent: int, rope: int, dtype: str, split: bool, has_sinks: bool, has_cap: bool,
-    block_heads: int, tokens: int, stages: int, threads: int,
+    block_heads: int, tokens: int, stages: int, threads: int, record_bytes: int = 0,
 ):  # fmt: skip
     """The program of `heads` heads over records of `latent + rope` values of `dtype`.
 
     `split` has several programs share a row's slots and leave partial results in fp32. `slots` has
-    a multiple of `tokens` columns. Sizes that change from call to call are not compiled in.
+    a multiple of `tokens` columns. `record_bytes`, where not 0, is the length of an fp8 record,
+    whose parts are given one by one. Sizes that change from call to call are not compiled in.
     """
     rows, records, selected, shares = (T.dynamic(name) for name in ("R", "S", "K", "N"))
+    scaled = T.dynamic("M")
     width = latent + rope
     head_blocks = -(-heads // block_heads)
     out_dtype = "float32" if split else dtype
+    fp8 = record_bytes > 0
+    groups = -(-latent // 128)
+    kept = "float8_e4m3fn" if fp8 else dtype
+    # Elements from one record to the next, of latents, scales and ropes.
+    strides = (
+        (record_bytes, record_bytes // 4, record_bytes // 2) if fp8 else (width, groups, width)
+    )
     warps = T.GemmWarpPolicy.FullCol
     # Rows of a tile that one thread holds: reduced across warps together.
     row_pairs = block_heads // 8
 
     @T.macro
-    def gather(ring, stage, kv, slots, row, first):
-        """The selected records into one stage of the ring; zeros where there is no slot."""
+    def gather(ring, stage, kv, slots, row, first, columns, filler):
+        """A part of the selected records into one stage of its ring; zeros without a slot."""
         for step in T.unroll(tokens // 16, unroll_factor=1):
-            for j, d in T.Parallel(16, width, prefer_async=True, annotations=UNAWAITED):
+            for j, d in T.Parallel(16, columns, prefer_async=True, annotations=UNAWAITED):
                 ring[stage, step * 16 + j, d] = T.if_then_else(
                     slots[row, first + step * 16 + j] >= 0,
                     kv[T.cast(T.max(slots[row, first + step * 16 + j], 0), "int64"), d],
-                    T.cast(0.0, dtype),
+                    T.cast(0.0, filler),
                 )
+
+    @T.macro
+    def gather_records(ring, ring_scales, ring_rope, stage, kv, scales, kv_rope, slots, row, first):
+        gather(ring, stage, kv, slots, row, first, latent, kept)
+        if fp8:
+            gather(ring_scales, stage, scales, slots, row, first, groups, "float32")
+        if rope > 0:
+            gather(ring_rope, stage, kv_rope, slots, row, first, rope, dtype)
 
     @T.prim_func
     def attend(
         q: T.Tensor((rows, heads, width), dtype),
-        kv: T.Tensor((records, width), dtype),
+        kv: T.StridedTensor((records, latent), (strides[0], 1), kept),
+        scales: T.StridedTensor((scaled, groups), (strides[1], 1), "float32"),
+        kv_rope: T.StridedTensor((records, max(rope, 1)), (strides[2], 1), dtype),
         slots: T.Tensor((rows, selected), "int32"),
         sinks: T.Tensor((heads,), "float32"),
         out: T.Tensor((shares, rows, heads, latent), out_dtype),
@@ -55,8 +75,12 @@ def attend_narrow(
             thread = T.get_thread_binding(0)
             row = block // head_blocks
             head = (block % head_blocks) * block_heads
-            q_tile = T.alloc_shared((block_heads, width), dtype)
-            ring = T.alloc_shared((stages, tokens, width), dtype)
+            q_latent = T.alloc_shared((block_heads, latent), dtype)
+            ring = T.alloc_shared((stages, tokens, latent), kept)
+            q_rope = T.alloc_shared((block_heads, max(rope, 1)), dtype)
+            ring_rope = T.alloc_shared((stages, tokens, max(rope, 1)), dtype)
+            ring_scales = T.alloc_shared((stages, tokens, groups), "float32")
+            tile = T.alloc_shared((tokens, latent), dtype)
             marks = T.alloc_shared((stages, tokens), "int32")
             weights = T.alloc_shared((block_heads, tokens), dtype)
             ends = T.alloc_shared((threads // 32,), "int32")
@@ -79,10 +103,17 @@ def attend_narrow(
                 end = T.max(end, T.shfl_xor(end, 1 << bit))
             if thread % 32 == 0:
                 ends[thread // 32] = end
-            for i, d in T.Parallel(block_heads, width):
-                q_tile[i, d] = T.if_then_else(
+            for i, d in T.Parallel(block_heads, latent):
+                q_latent[i, d] = T.if_then_else(
                     head + i < heads, q[row, T.min(head + i, heads - 1), d], T.cast(0.0, dtype)
                 )
+            if rope > 0:
+                for i, d in T.Parallel(block_heads, rope):
+                    q_rope[i, d] = T.if_then_else(
+                        head + i < heads,
+                        q[row, T.min(head + i, heads - 1), latent + d],
+                        T.cast(0.0, dtype),
+                    )
             T.sync_threads()
             for warp in T.unroll(threads // 32):
                 end = T.max(end, ends[warp])
@@ -100,7 +131,10 @@ def attend_narrow(
             ahead = T.alloc_var("int32", init=-1)
             for t in T.unroll(stages - 1):
                 if t < count:
-                    gather(ring, t, kv, slots, row, (begin + t) * tokens)
+                    gather_records(
+                        ring, ring_scales, ring_rope, t, kv, scales, kv_rope, slots, row,
+                        (begin + t) * tokens,
+                    )  # fmt: skip
                     if thread < tokens:
                         marks[t, thread] = slots[row, (begin + t) * tokens + thread]
                 T.ptx_commit_group()
@@ -115,19 +149,28 @@ def attend_narrow(
                 if t + stages - 1 < count:
                     if thread < tokens:
                         marks[free, thread] = ahead
-                    gather(ring, free, kv, slots, row, (begin + t + stages - 1) * tokens)
+                    gather_records(
+                        ring, ring_scales, ring_rope, free, kv, scales, kv_rope, slots, row,
+                        (begin + t + stages - 1) * tokens,
+                    )  # fmt: skip
                 T.ptx_commit_group()
                 if t + stages < count:
                     if thread < tokens:
                         ahead = slots[row, (begin + t + stages) * tokens + thread]
-                T.gemm(
-                    q_tile,
-                    ring[stage, :, :],
-                    score,
-                    transpose_B=True,
-                    policy=warps,
-                    clear_accum=True,
-                )
+                if fp8:
+                    for j, d in T.Parallel(tokens, latent):
+                        tile[j, d] = (
+                            T.cast(ring[stage, j, d], "float32") * (ring_scales[stage, j, d // 128])
+                        )
+                    T.sync_threads()
+                    T.gemm(q_latent, tile, score, transpose_B=True, policy=warps, clear_accum=True)
+                else:
+                    T.gemm(
+                        q_latent, ring[stage, :, :], score,
+                        transpose_B=True, policy=warps, clear_accum=True,
+                    )  # fmt: skip
+                if rope > 0:
+                    T.gemm(q_rope, ring_rope[stage, :, :], score, transpose_B=True, policy=warps)
                 if has_cap:
                     # cap * tanh(x) = cap - 2 * cap / (exp(2 * x) + 1)
                     for i, j in T.Parallel(block_heads, tokens):
@@ -150,7 +193,10 @@ def attend_narrow(
                     sums[i, j] = sums[i, j] * shrink[i] + score[i, j]
                 for i, d in T.Parallel(block_heads, latent):
                     acc[i, d] *= shrink[i]
-                T.gemm(weights, ring[stage, :, 0:latent], acc, policy=warps)
+                if fp8:
+                    T.gemm(weights, tile, acc, policy=warps)
+                else:
+                    T.gemm(weights, ring[stage, :, :], acc, policy=warps)
 
             T.reduce_sum(sums, total, dim=1, batch=row_pairs)
             for i in T.Parallel(block_heads):

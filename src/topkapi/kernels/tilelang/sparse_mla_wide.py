@@ -10,9 +10,8 @@ dims, warpgroup 1 scores the odd tile and owns the right half:
     warpgroup 0: O_left  += P1 V1           warpgroup 1: O_right += P0 V0
     warpgroup 2: gathers the halves of the next pair as each becomes free
 
-Each half of a tile has a barrier that says it is full and one that says it is free. A half is freed
-after the first product of the next pair was issued, so that the tensor cores never run dry while a
-warpgroup waits for its last product.
+Each half of a tile has a barrier that says it is full and one that says it is free: a half is
+freed, and gathered anew, as soon as the last product that reads it is done.
 """
 
 import tilelang.language as T
@@ -24,6 +23,10 @@ LOWEST = -1.0e30
 THREADS = 384
 TOKENS = 64
 BLOCK_HEADS = 64
+# Registers a thread, of the 3 * 168 that three warpgroups start with: were they more in all, a
+# warpgroup would wait for them for ever.
+COMPUTE_REGISTERS = 224
+GATHER_REGISTERS = 56
 # The gathers are asynchronous copies that a barrier waits for, not their own instruction stream.
 UNAWAITED = {"parallel_async_without_async_commit_wait": True}
 
@@ -107,21 +110,12 @@ def attend_wide(
             inverse[i] = T.if_then_else(total[i] != 0, 1.0 / inverse[i], 0.0)
 
     @T.macro
-    def score_tile(
-        score, q_first, q_second, q_rope, first, second, tail, full, free, marked, t,
-        tile, released, behind,
-    ):  # fmt: skip
-        """Q K' of one tile of pair `t`, half by half; `tile` is 0 or 1.
-
-        `behind` a product of the pair before, it frees that one's half once that one is done.
-        """
+    def score_tile(score, q_first, q_second, q_rope, first, second, tail, full, marked, t, tile):
+        """Q K' of one tile of pair `t`, half by half; `tile` is 0 or 1."""
         T.barrier_wait(full[tile], t & 1)
         T.fence_proxy_async()
         T.wgmma_gemm(q_first, first, score, transpose_B=True, clear_accum=True)
         T.wgmma_gemm(q_rope, tail, score, transpose_B=True)
-        if behind:
-            T.wait_wgmma(2)
-            T.barrier_arrive(free[released])
         T.barrier_wait(full[tile + 2], t & 1)
         T.fence_proxy_async()
         T.wgmma_gemm(q_second, second, score, transpose_B=True)
@@ -162,6 +156,8 @@ def attend_wide(
         scale_rows(acc, shrink)
         T.barrier_wait(weights_known[1], t & 1)
         T.wgmma_gemm(weights1, left1, acc)
+        T.wait_wgmma(0)
+        T.barrier_arrive(free[3])
 
     @T.macro
     def sum_odd(
@@ -191,6 +187,8 @@ def attend_wide(
         T.wgmma_gemm(weights0, right0, acc)
         T.wait_wgmma(1)
         T.barrier_arrive(free[1])
+        T.wait_wgmma(0)
+        T.barrier_arrive(free[2])
 
     @T.prim_func
     def attend(
@@ -257,7 +255,7 @@ def attend_wide(
             rate = LOG2E if has_cap else scale * LOG2E
 
             with T.ws(0):
-                T.set_max_nreg(224, 1)
+                T.set_max_nreg(COMPUTE_REGISTERS, 1)
                 acc = T.alloc_fragment((BLOCK_HEADS, half), "float32")
                 score = T.alloc_fragment((BLOCK_HEADS, TOKENS), "float32")
                 weights = T.alloc_fragment((BLOCK_HEADS, TOKENS), dtype)
@@ -271,20 +269,12 @@ def attend_wide(
                 T.fill(total, 0)
                 T.fill(best, LOWEST)
                 load_heads(q_rope, q, row, head, latent, rope)
-                if count > 0:
+                for t in T.serial(count):
                     score_tile(score, q_left, q_right, q_rope, left0, right0, rope0,
-                               full, free, marked, 0, 0, 3, False)  # fmt: skip
-                for t in T.serial(count - 1):
+                               full, marked, t, 0)  # fmt: skip
                     sum_even(acc, score, weights, best, before, shrink, total, part, left0, left1,
                              weights0, weights1, allowed0, best0, best1, best_known, weights_known,
                              free, t, scale, cap, rate)  # fmt: skip
-                    score_tile(score, q_left, q_right, q_rope, left0, right0, rope0,
-                               full, free, marked, t + 1, 0, 3, True)  # fmt: skip
-                if count > 0:
-                    sum_even(acc, score, weights, best, before, shrink, total, part, left0, left1,
-                             weights0, weights1, allowed0, best0, best1, best_known, weights_known,
-                             free, count - 1, scale, cap, rate)  # fmt: skip
-                    T.wait_wgmma(0)
                 T.copy(total, best0)
                 T.barrier_arrive(best_known[0])
                 T.barrier_wait(best_known[1], count & 1)
@@ -301,7 +291,7 @@ def attend_wide(
                         )
 
             with T.ws(1):
-                T.set_max_nreg(224, 1)
+                T.set_max_nreg(COMPUTE_REGISTERS, 1)
                 acc_1 = T.alloc_fragment((BLOCK_HEADS, half), "float32")
                 score_1 = T.alloc_fragment((BLOCK_HEADS, TOKENS), "float32")
                 weights_1 = T.alloc_fragment((BLOCK_HEADS, TOKENS), dtype)
@@ -315,20 +305,12 @@ def attend_wide(
                 T.fill(total_1, 0)
                 T.fill(best_1, LOWEST)
                 load_heads(q_rope_1, q, row, head, latent, rope)
-                if count > 0:
+                for t in T.serial(count):
                     score_tile(score_1, q_right, q_left, q_rope_1, right1, left1, rope1,
-                               full, free, marked, 0, 1, 2, False)  # fmt: skip
-                for t in T.serial(count - 1):
+                               full, marked, t, 1)  # fmt: skip
                     sum_odd(acc_1, score_1, weights_1, best_1, before_1, shrink_1, total_1, part_1,
                             right0, right1, weights0, weights1, allowed1, best0, best1, best_known,
                             weights_known, free, t, scale, cap, rate)  # fmt: skip
-                    score_tile(score_1, q_right, q_left, q_rope_1, right1, left1, rope1,
-                               full, free, marked, t + 1, 1, 2, True)  # fmt: skip
-                if count > 0:
-                    sum_odd(acc_1, score_1, weights_1, best_1, before_1, shrink_1, total_1, part_1,
-                            right0, right1, weights0, weights1, allowed1, best0, best1, best_known,
-                            weights_known, free, count - 1, scale, cap, rate)  # fmt: skip
-                    T.wait_wgmma(0)
                 T.barrier_wait(best_known[0], count & 1)
                 T.copy(total_1, best1)
                 T.barrier_arrive(best_known[1])
@@ -338,7 +320,7 @@ def attend_wide(
                 finish(out, acc_1, shrink_1, share, row, head, half)
 
             with T.ws(2):
-                T.set_max_nreg(64, 0)
+                T.set_max_nreg(GATHER_REGISTERS, 0)
                 lane = thread - 256
                 ahead = T.alloc_var("int32", init=-1)
                 if begin * 128 + lane < selected:
