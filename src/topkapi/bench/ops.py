@@ -95,6 +95,7 @@ def _measure(
     timed: dict[str, Timed] = {}
     for contender in contenders(case, arguments, plan.vs, plan.without, device):
         row: dict[str, Any] = {"kernel": contender.name, "role": contender.role}
+        row["exact"] = contender.exact
         row |= _judged(case, contender, arguments, expected)
         rows.append(row)
         if plan.timing and "error" in row:

@@ -64,7 +64,8 @@ def _facts(rows: Sequence[Row]) -> list[str]:
         f"Medians in microseconds ({', '.join(sorted(how)) or 'nothing timed'}; p20 and p80 are in "
         "the JSON lines), kernels of one row measured in turn. `floor %` is of our fastest kernel; "
         "`over peer` is the best other kernel's time over ours: above 1 ours is faster. `overlap`: "
-        "neighbouring queries select as much in common as the demo model's.",
+        "neighbouring queries select as much in common as the demo model's. `~` breaks ties by "
+        "chance, so that a selection need not be the same again.",
     ]
     return lines
 
@@ -72,7 +73,9 @@ def _facts(rows: Sequence[Row]) -> list[str]:
 def _table(rows: Sequence[Row]) -> list[str]:
     kernels = list(dict.fromkeys(row["kernel"] for row in rows if "seconds" in row))
     ours = {row["kernel"] for row in rows if row["role"] == "ours"}
-    heads = ["case", *(f"**{k}**" if k in ours else k for k in kernels)]
+    loose = {row["kernel"] for row in rows if not row.get("exact", True)}
+    marked = [f"**{k}**" if k in ours else f"{k} ~" if k in loose else k for k in kernels]
+    heads = ["case", *marked]
     heads += ["floor", "floor %", "over peer", "best peer"]
     lines = ["| " + " | ".join(heads) + " |", "|---|" + "---:|" * (len(heads) - 2) + "---|"]
     for case, group in by_case(rows).items():
