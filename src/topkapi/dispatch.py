@@ -56,8 +56,8 @@ class Kernel:
     included. `peer` marks another project's kernel: `auto` takes it only where the measured table
     names it. `exact` is False for one whose answer may differ from the reference's beyond rounding:
     it runs only by name. `provider()`, where present, names the installed package and version that
-    a launch would call. `batch_invariant` says that `launch` takes `batch_invariant=True` and then
-    gives a row the same bits in any batch.
+    a launch would call. `batch_invariant` promises a row the same bits in any batch, where the
+    problem asks for it: of `sparse_mla` by launching with `batch_invariant=True`.
     """
 
     name: str

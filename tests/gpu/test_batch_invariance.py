@@ -1,13 +1,16 @@
-"""On a GPU, too, deterministic attention gives a row its bits whatever shares its batch."""
+"""On a GPU, too, deterministic steps give a row its bits whatever shares its batch."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from cases import SelectCase
 from topkapi import ops, reference
+from topkapi.attention.index_queries import quantize_index_query
 from topkapi.errors import KernelRefusedError
 
 pytestmark = [
@@ -49,3 +52,37 @@ def test_a_row_alone_and_among_many(arguments: dict[str, Any], rows: tuple[int, 
 def test_a_kernel_that_cannot_promise_it_is_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(KernelRefusedError, match="bits depend on its batch"):
         ops.sparse_mla(**arguments, batch_invariant=True, kernel="torch")
+
+
+@pytest.mark.parametrize("cache", [torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("heads", [64, 32])
+def test_scores_of_a_prompt_and_of_decoding_are_the_same_bits(
+    cache: torch.dtype, quantized: bool, heads: int
+) -> None:
+    """A row among the 200 of its prompt, among other requests, and alone."""
+    if quantized and cache != torch.uint8:
+        pytest.skip("float keys take float queries")
+    case = SelectCase("", (200,), (3000,), k=512, heads=heads, cache=cache, dtype=torch.bfloat16)
+    inputs = case.make("cuda")
+    if quantized:
+        inputs["q"], inputs["weights"] = quantize_index_query(inputs["q"], inputs["weights"])
+    prompt = inputs["context"]
+    k = inputs.pop("k")
+    whole = ops.indexer_logits(**inputs)
+    chosen = ops.select(**inputs, k=k, batch_invariant=True)
+    for rows in ([199], [0, 57, 58, 150], list(range(3, 67))):
+        index = torch.tensor(rows, device="cuda")
+        one_each = torch.arange(len(rows) + 1, dtype=torch.int32, device="cuda")
+        context = replace(
+            prompt,
+            lengths=prompt.lengths[index],
+            request_of_row=one_each[:-1],
+            cu_seqlens_q=one_each,
+            max_seq_len_q=1,
+            table_rows=prompt.table_rows.expand(len(rows)).contiguous(),
+        )
+        some = {**inputs, "q": inputs["q"][index], "weights": inputs["weights"][index]}
+        some["context"] = context
+        assert torch.equal(ops.indexer_logits(**some), whole[index]), rows
+        assert torch.equal(ops.select(**some, k=k, batch_invariant=True), chosen[index]), rows

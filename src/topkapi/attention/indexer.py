@@ -39,6 +39,7 @@ def select_tokens(
     fused: bool,
     fp8_queries: bool,
     budget_bytes: int,
+    batch_invariant: bool,
     kernel: str,
 ) -> torch.Tensor:
     """Score and select: `q [R, Hi, Di]`, `weights [R, Hi]` fp32 to `[R, topk]` int32.
@@ -59,5 +60,6 @@ def select_tokens(
         metadata.topk,
         output="slots" if fused else "positions",
         budget_bytes=budget_bytes,
+        batch_invariant=batch_invariant,
         kernel=kernel,
     )

@@ -100,6 +100,7 @@ class LayerForward:
             fused=self.options.fuse_topk,
             fp8_queries=quantizes_queries(self.options, index_cache),
             budget_bytes=self.options.score_budget_bytes,
+            batch_invariant=self.options.deterministic,
             kernel=self.options.indexer_kernel,
         )
 

@@ -101,6 +101,7 @@ def select(
     *,
     output: Literal["slots", "positions"] = "slots",
     budget_bytes: int = 256 * 2**20,
+    batch_invariant: bool = False,
     kernel: str = "auto",
 ) -> torch.Tensor:
     """`topk(indexer_logits(...))`, without ever holding `[R, S]`.
@@ -110,6 +111,8 @@ def select(
         k: how many to keep, at least 1; may exceed the context.
         output: `slots` of the cache, or `positions` in the request.
         budget_bytes: bound on temporary memory.
+        batch_invariant: a row's choice must not depend on what shares its batch, not even where
+            two logits are as close as rounding.
 
     Returns `[R, k]` int32, ascending by position, -1 at the end. Raises `ShapeError`,
     `KernelRefusedError`.
@@ -128,6 +131,7 @@ def select(
         topk=k,
         rows=q.shape[0],
         context=context.max_length,
+        features=frozenset({"batch_invariant"} if batch_invariant else ()),
     )
     launch = OPS["select"].choose(problem, kernel).launch
     positions = launch(

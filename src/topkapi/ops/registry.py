@@ -13,7 +13,7 @@ import torch
 
 from topkapi.device import device_info
 from topkapi.dispatch import Kernel, Op, Problem
-from topkapi.kernels import external, tilelang, torch_cpu
+from topkapi.kernels import external, hopper, tilelang, torch_cpu
 from topkapi.kernels import triton as triton_kernels
 from topkapi.ops.measured import H200
 
@@ -28,6 +28,7 @@ NAMES = (
 )
 
 _KERNELS: tuple[Kernel, ...] = (
+    *hopper.KERNELS,
     *triton_kernels.KERNELS,
     *tilelang.KERNELS,
     *external.KERNELS,

@@ -119,4 +119,4 @@ def _refuse(problem: Problem) -> str | None:
 
 
 INDEXER_LOGITS = Kernel("torch", "indexer_logits", _refuse, indexer_logits)
-SELECT = Kernel("torch", "select", _refuse, select)
+SELECT = Kernel("torch", "select", _refuse, select, batch_invariant=True)

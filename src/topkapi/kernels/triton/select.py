@@ -83,4 +83,4 @@ def _refuse(problem: Problem) -> str | None:
     return refuse_scoring(problem) or refuse_topk(problem)
 
 
-SELECT = Kernel("triton", "select", _refuse, select)
+SELECT = Kernel("triton", "select", _refuse, select, batch_invariant=True)
