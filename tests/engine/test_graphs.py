@@ -21,7 +21,8 @@ from peers.tiny_models import BY_NAME
 from topkapi.config import BackendOptions
 from topkapi.engine.graphs import GraphStats, PaddedSizes
 from topkapi.engine.llm import LLM
-from topkapi.engine.request import RequestOutput, SamplingParams
+from topkapi.engine.request import Request, RequestOutput, SamplingParams, SamplingRow
+from topkapi.engine.sampler import NOT_FINITE, NOTHING_ALLOWED, Sampler, best_tokens
 from topkapi.errors import ConfigError
 from topkapi.models.experts import over_all_rows, over_chosen_rows
 from topkapi.models.row_invariant import RowInvariant
@@ -229,6 +230,23 @@ class TestSpeculation:
         assert stats.off.startswith("a round of drafting")
         assert stats.num_graphs > 0
         assert stats.num_replays > 5
+
+
+def test_the_best_tokens_are_the_samplers() -> None:
+    logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(0))
+    logits[1, 7] = float("nan")
+    logits[2, 7] = float("inf")
+    logits[3] = -float("inf")
+    logits[4, [9, 30]] = 99.0
+    rows = [SamplingRow(Request(i, [1], GREEDY, 0, 99)) for i in range(6)]
+    sampled = Sampler().sample(logits, rows)
+    assert best_tokens(logits).tolist() == sampled.token_ids.tolist()
+    assert sampled.token_ids[1:5].tolist() == [NOT_FINITE, NOT_FINITE, NOTHING_ALLOWED, 9]
+    given = torch.arange(6)
+    assert Sampler().sample(logits, rows, given).token_ids is given
+    drawn = SamplingRow(Request(9, [1], SamplingParams(logprobs=0, temperature=0), 0, 99))
+    mixed = Sampler().sample(logits, [*rows[:5], drawn], given)
+    assert mixed.token_ids.tolist() == sampled.token_ids.tolist()
 
 
 def refuses(recorder: Any) -> Callable[..., None]:

@@ -21,6 +21,7 @@ from topkapi.attention.forward_batch import ForwardBatch, ForwardMode, SpecInfo
 from topkapi.attention.multi_step import NativeSparseAttnMultiStepBackend
 from topkapi.cache import NSATokenToKVPool, ReqToTokenPool
 from topkapi.engine.graphs import Graphs, Outputs, PaddedSizes, Recorder, Recording
+from topkapi.engine.sampler import best_tokens
 from topkapi.engine.step_graphs import StepInputs, own_backend
 from topkapi.engine.step_plan import StepPlan
 from topkapi.models.attention import DsaStep
@@ -175,10 +176,11 @@ class DraftGraphs:
     def _record_whole(self, recorder: Recorder, of: _DraftRound) -> list[Recording]:
         def run() -> Outputs:
             hidden, logits = self._catch_up(of)
-            drafts = [_best(logits)]
+            # A guess from NaN is as good as any: verifying refuses it.
+            drafts = [best_tokens(logits).clamp_min(0)]
             for place in range(len(of.chosen)):
                 hidden, logits = self._next_row(of, place, drafts[-1], hidden)
-                drafts.append(_best(logits))
+                drafts.append(best_tokens(logits).clamp_min(0))
             return (torch.stack(drafts, dim=1),)
 
         return [recorder.record(run)]
@@ -223,11 +225,3 @@ class DraftGraphs:
         step = DsaStep(of.chain.attn_backends[place], batch)
         hidden = self._mtp.run(tokens, hidden, positions, step)
         return hidden, self._mtp.logits(hidden)
-
-
-def _best(logits: torch.Tensor) -> torch.Tensor:
-    """`[B]` int64, what a sampler takes of `logits [B, V]` at temperature 0; token 0 where it takes
-    none.
-    """
-    logits = logits.float()
-    return torch.where(logits.amax(dim=-1).isfinite(), logits.argmax(dim=-1), 0)

@@ -22,7 +22,7 @@ from topkapi.engine.logprobs import chosen_to_host, note_prompt_logprobs
 from topkapi.engine.request import Sampled, SamplingRow
 from topkapi.engine.sampler import Sampler
 from topkapi.engine.scheduler import Batch, Chunk
-from topkapi.engine.step_graphs import ModelGraphs
+from topkapi.engine.step_graphs import ModelGraphs, StepOutput
 from topkapi.engine.step_plan import StepPlan
 from topkapi.engine.timeline import Timeline
 from topkapi.models.attention import DsaStep
@@ -69,16 +69,18 @@ class Runner:
         their requests.
         """
         plan = StepPlan.of(batch.chunks)
-        hidden, all_logits = self._compute(plan, None, lambda: self.forward(plan))
-        note_prompt_logprobs(batch.chunks, hidden, lambda rows: compute_logits(self._model, rows))
+        output = self._compute(plan, None, lambda: self.forward(plan))
+        note_prompt_logprobs(
+            batch.chunks, output.hidden, lambda rows: compute_logits(self._model, rows)
+        )
         self._timeline.end("rest")
         rows = [SamplingRow(chunk.request) for chunk in batch.chunks if chunk.samples]
         if not rows:
             return []
-        logits = self._logits(hidden, all_logits, _last_rows(batch.chunks))
+        logits, best = self._logits(output, _last_rows(batch.chunks))
         self._timeline.end("rest")
         counts = [row.request.params.logprobs for row in rows]
-        return chosen_to_host(self._sampler.sample(logits, rows), counts)
+        return chosen_to_host(self._sampler.sample(logits, rows, best), counts)
 
     def use_graphs(
         self,
@@ -122,30 +124,33 @@ class Runner:
 
     def _compute(
         self, plan: StepPlan, drafts: torch.Tensor | None, run: Callable[[], torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Hidden states `[T, hidden]`: `run`'s, or those of the captured step where there is one,
-        which has logits `[T, V]`, too. `drafts [B, k]` where every request has k of them.
+    ) -> StepOutput:
+        """The hidden states that `run` gives, or the captured step where there is one. `drafts
+        [B, k]` where every request has k of them.
         """
         graphs, watched = self._graphs, self.next_pass_is_watched
         if graphs is None or not graphs.takes(plan, drafts) or (watched and watched()):
-            return run(), None
+            return StepOutput(run())
         self._map_pages(plan)
         step = graphs.start(plan, drafts)
         if step is None:
-            return run(), None
+            return StepOutput(run())
         self._timeline.end("metadata")
-        outputs = step.replay()
+        output = step.replay()
         self._timeline.end("graph")
-        return outputs
+        return output
 
     def _logits(
-        self, hidden: torch.Tensor, all_logits: torch.Tensor | None, rows: Sequence[int]
-    ) -> torch.Tensor:
-        """Logits `[len(rows), V]` of these rows of the step."""
-        if all_logits is None:
-            return compute_logits(self._model, hidden[self._to_device(rows)])
-        whole = len(rows) == len(all_logits)
-        return all_logits if whole else all_logits[self._to_device(rows)]
+        self, output: StepOutput, rows: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Logits `[len(rows), V]` of these rows, and their best tokens where they are known."""
+        logits, best = output.logits, output.best
+        if logits is None or best is None:
+            return compute_logits(self._model, output.hidden[self._to_device(rows)]), None
+        if len(rows) == len(logits):
+            return logits, best
+        at = self._to_device(rows)
+        return logits[at], best[at]
 
     def _decode(self, plan: StepPlan, mode: ForwardMode, token_ids: torch.Tensor) -> torch.Tensor:
         """The decoder over `token_ids [T]`, whose pages are mapped."""

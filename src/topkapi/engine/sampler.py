@@ -106,21 +106,27 @@ class Sampler:
     def __init__(self) -> None:
         self._penalties = Penalties()
 
-    def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> SampledTokens:
+    def sample(
+        self,
+        logits: torch.Tensor,
+        rows: Sequence[SamplingRow],
+        best: torch.Tensor | None = None,
+    ) -> SampledTokens:
         """Choose one token for each row of `logits [R, V]` (any float dtype). Never synchronises.
 
-        Log-probabilities are the model's own, before anything below changes them.
+        Log-probabilities are the model's own, before anything below changes them. `best [R]` are
+        the logits' `best_tokens`, where they are known: greedy rows may need nothing else.
         """
+        if best is not None and not any(_reads_logits(row) for row in rows):
+            return SampledTokens(best)
         batch = SamplingBatch.build(rows, logits.device)
         adjusted = self._adjust(logits, rows)
-        best = adjusted.amax(dim=-1, keepdim=True)
+        highest = adjusted.amax(dim=-1, keepdim=True)
         token_ids = adjusted.argmax(dim=-1)
         if batch.samples:
-            sampled = _draw(_weights(adjusted - best, batch), batch.columns[4])
+            sampled = _draw(_weights(adjusted - highest, batch), batch.columns[4])
             token_ids = torch.where(batch.columns[0] > 0, sampled, token_ids)
-        finite = best.squeeze(-1)
-        token_ids = torch.where(finite.isneginf(), NOTHING_ALLOWED, token_ids)
-        token_ids = torch.where(finite.isnan() | finite.isposinf(), NOT_FINITE, token_ids)
+        token_ids = _if_any(token_ids, highest.squeeze(-1))
         if batch.num_logprobs is None:
             return SampledTokens(token_ids)
         return SampledTokens(token_ids, Logprobs.of(logits, token_ids, batch.num_logprobs))
@@ -154,6 +160,26 @@ class Sampler:
         _bias_(adjusted, rows)
         mask_(adjusted, rows)
         return adjusted
+
+
+def best_tokens(logits: torch.Tensor) -> torch.Tensor:
+    """`[R]` int64, what a greedy row of `logits [R, V]` is given when nothing changes it. No sync;
+    capture-safe.
+    """
+    logits = logits.float()
+    return _if_any(logits.argmax(dim=-1), logits.amax(dim=-1))
+
+
+def _if_any(token_ids: torch.Tensor, highest: torch.Tensor) -> torch.Tensor:
+    """`token_ids [R]`, or why there is none, as the highest logit `[R]` says."""
+    token_ids = torch.where(highest.isneginf(), NOTHING_ALLOWED, token_ids)
+    return torch.where(highest.isnan() | highest.isposinf(), NOT_FINITE, token_ids)
+
+
+def _reads_logits(row: SamplingRow) -> bool:
+    """Whether a row needs more than the token with the highest logit."""
+    params = row.request.params
+    return params.temperature > 0 or params.logprobs is not None or row.changes_logits
 
 
 def _bias_(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:

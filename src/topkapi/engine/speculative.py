@@ -38,6 +38,7 @@ from topkapi.engine.runner import Runner
 from topkapi.engine.sampler import ACCEPT, Logprobs, SampledTokens, uniform
 from topkapi.engine.scheduler import Batch, Chunk
 from topkapi.engine.speculation_stats import MAX_DRAFTS, SpeculationStats
+from topkapi.engine.step_graphs import StepOutput
 from topkapi.engine.step_plan import StepPlan
 from topkapi.engine.timeline import Timeline
 from topkapi.errors import ConfigError, UnsupportedModelError
@@ -171,17 +172,17 @@ class SpeculativeRunner(Runner):
         drafts = self._propose([chunk for chunk in chunks if chunk.num_drafts])
         self._timeline.end("draft")
         same = drafts is not None and all(chunk.num_drafts for chunk in chunks)
-        hidden, all_logits = self._compute(
+        output = self._compute(
             plan,
             drafts.tokens if drafts is not None and same else None,
             lambda: self._verify(plan, chunks, drafts),
         )
+        hidden = output.hidden
         note_prompt_logprobs(chunks, hidden, lambda rows: compute_logits(self._model, rows))
         self._timeline.end("rest")
         self._drafter.fill(chunks, hidden)
         self._timeline.end("draft")
-        logits = self._logits(hidden, all_logits, _logit_rows(chunks))
-        results, accepted = self._choose(chunks, drafts, logits)
+        results, accepted = self._choose(chunks, drafts, output)
         self._drafter.note(chunks, hidden, accepted)
         self._count(chunks, accepted, self._now() - began)
         return results
@@ -243,17 +244,15 @@ class SpeculativeRunner(Runner):
         return self._decode(plan, mode, token_ids)
 
     def _choose(
-        self, chunks: Sequence[Chunk], drafts: _Drafts | None, logits: torch.Tensor
+        self, chunks: Sequence[Chunk], drafts: _Drafts | None, output: StepOutput
     ) -> tuple[list[Sampled], list[int]]:
-        """Every sampling chunk's tokens, and how many drafts each chunk that had some accepted.
-
-        `logits` are those of the `_logit_rows`.
-        """
+        """Every sampling chunk's tokens, and how many drafts each chunk that had some accepted."""
         sampling = [chunk for chunk in chunks if chunk.samples]
         if not sampling:
             return [], []
         rows = _sampling_rows(sampling, drafts)
-        sampled = self._sampler.sample(logits, rows)
+        logits, best = self._logits(output, _logit_rows(chunks))
+        sampled = self._sampler.sample(logits, rows, best)
         accepted: list[int] = []
         if drafts is not None:
             sampled, counts = self._accept(sampling, rows, logits, sampled, drafts)

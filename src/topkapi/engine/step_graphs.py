@@ -1,9 +1,9 @@
 """How is a decode or a verifying step laid into the static inputs of a captured one?
 
-Captured are the slots of the new tokens, all decoder layers, the last norm and the logits of all
-rows. Outside stay one copy of whole numbers to the device, the step's metadata (the backend's own
-replay call) and sampling. Requests that only fill up the size have context length 0: they see
-nothing, select nothing, and write to the dummy slot 0. Knows no requests.
+Captured are the slots of the new tokens, all decoder layers, the last norm, and the logits and best
+token of every row. Outside stay one copy of whole numbers to the device, the step's metadata (the
+backend's own replay call) and sampling. Requests that only fill up the size have context length 0:
+they see nothing, select nothing, and write to the dummy slot 0. Knows no requests.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from topkapi.attention.forward_batch import ForwardBatch, ForwardMode, SpecInfo
 from topkapi.attention.layer_forward import LayerForward
 from topkapi.cache import NSATokenToKVPool, ReqToTokenPool
 from topkapi.engine.graphs import Graphs, Outputs, PaddedSizes, Recorder, Recording
+from topkapi.engine.sampler import best_tokens
 from topkapi.engine.step_plan import StepPlan
 from topkapi.models.attention import DsaStep
 from topkapi.models.decoder import compute_logits, run_decoder
@@ -97,6 +98,17 @@ class StepInputs:
             token_to_kv_pool=pool,
             spec_info=spec,
         )
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What a forward pass over T tokens gives: hidden states `[T, hidden]`, and where it was
+    replayed also logits `[T, V]` and their `best_tokens` `[T]`.
+    """
+
+    hidden: torch.Tensor
+    logits: torch.Tensor | None = None
+    best: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -194,7 +206,8 @@ class ModelGraphs:
         def run() -> Outputs:
             step = DsaStep(backend, inputs.batch(mode, self._rows, self._pool, spec))
             hidden = run_decoder(self._model, inputs.tokens, inputs.positions, step)
-            return hidden, compute_logits(self._model, hidden)
+            logits = compute_logits(self._model, hidden)
+            return hidden, logits, best_tokens(logits)
 
         return _ModelStep(inputs, backend, mode, spec, recorder.record(run))
 
@@ -206,11 +219,10 @@ class ReplayedStep:
     recording: Recording
     num_rows: int
 
-    def replay(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states `[T, hidden]` and logits `[T, V]`, true until the next replay."""
+    def replay(self) -> StepOutput:
+        """All rows, true until the next replay."""
         self.recording.replay()
-        hidden, logits = self.recording.outputs
-        return hidden[: self.num_rows], logits[: self.num_rows]
+        return StepOutput(*(out[: self.num_rows] for out in self.recording.outputs))
 
 
 def _width(drafts: torch.Tensor | None) -> int:
