@@ -24,6 +24,7 @@ from triton.errors import TritonError
 
 from topkapi.bench.clock import measure
 from topkapi.context import Context
+from topkapi.kernels.hopper import sparse_mla as hopper
 from topkapi.kernels.triton import indexer_logits as scoring
 from topkapi.kernels.triton import select as selecting
 from topkapi.kernels.triton import sparse_mla as attending
@@ -69,7 +70,7 @@ def mla(
     heads: int,
     context: int,
     cache: torch.dtype,
-    tile: attending.Tile | None = None,
+    tile: attending.Tile | hopper.Tile | None = None,
     splits: int | None = None,
     per_request: bool = False,
     latent: int = 512,
@@ -87,7 +88,8 @@ def mla(
         if requests > 1:
             slots += torch.arange(r, device="cuda", dtype=torch.int32)[:, None] * s
         used = 2 if small and splits is None and per_request else splits
-        return lambda: attending.sparse_mla(
+        launch: Any = attending if isinstance(tile, attending.Tile) else hopper
+        return lambda: launch.sparse_mla(
             q, kv, slots, scale=0.05, v_dim=latent, tile=tile, splits=used
         )
 
@@ -103,13 +105,9 @@ def mla(
 def _short(tile: Any) -> str:
     if tile is None:
         return "chosen"
-    flags = "".join(
-        name[1] for name in ("apart", "swap", "sm90", "stream") if getattr(tile, name, False)
-    )
-    sizes = [
-        v for k, v in asdict(tile).items() if k not in ("apart", "swap", "sm90", "stream", "per_sm")
-    ]
-    return "/".join(map(str, sizes)) + flags
+    flag = "stream" if getattr(tile, "stream", False) else ""
+    sizes = [v for k, v in asdict(tile).items() if k not in ("stream", "per_sm")]
+    return type(tile).__module__.split(".")[-2] + " " + "/".join(map(str, sizes)) + flag
 
 
 def context_of(rows: int, requests: int, length: int) -> Context:
@@ -216,7 +214,7 @@ def variants() -> Iterator[Variant]:
         for heads in (128, 16):
             for rows in (1, 8, 32, 64, 128):
                 yield mla("mla_decode", rows, heads, 65536, cache, per_request=True)
-    narrow = tile(16, 64, 4, 2, sm90=True)
+    narrow = hopper.choose_tile(16, fp8=True)
     for cache in (fp8, bf16):
         for rows, most in ((1, 32), (8, 32), (32, 16), (64, 8), (128, 4)):
             for splits in (most, most // 2, most // 4):

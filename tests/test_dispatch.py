@@ -72,6 +72,7 @@ def test_sparse_mla_computes_sixteen_heads_or_more(heads: int, padded: int) -> N
     )
     verdicts = {item.kernel: item for item in OPS["sparse_mla"].explain(problem)}
     assert verdicts["triton"] == Verdict("triton", None, padded)
+    assert verdicts["hopper"] == Verdict("hopper", None, padded)
     assert verdicts["torch"] == Verdict("torch", None, 0)
 
 

@@ -4,7 +4,7 @@ from cases.contexts import make_context
 from cases.memory import LargestTensor, poisoned_memory
 from cases.records import RECORD_CASES, RecordCase
 from cases.select import SELECT_CASES, SelectCase
-from cases.sparse_mla import SPARSE_MLA_CASES, SparseMlaCase
+from cases.sparse_mla import SPARSE_MLA_CASES, WIDE_SPARSE_MLA_CASES, SparseMlaCase
 from cases.topk import TOPK_CASES, TopkCase
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "SELECT_CASES",
     "SPARSE_MLA_CASES",
     "TOPK_CASES",
+    "WIDE_SPARSE_MLA_CASES",
     "LargestTensor",
     "RecordCase",
     "SelectCase",

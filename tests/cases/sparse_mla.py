@@ -172,3 +172,26 @@ SPARSE_MLA_CASES = (
     SparseMlaCase("fp8 empty rows", 5, cache=_FP8, dtype=_BF16, pattern="empty rows"),
     SparseMlaCase("fp8 duplicates", 5, cache=_FP8, dtype=_BF16, pattern="duplicates", sinks=True),
 )
+
+# At real sizes and in half precision: for a GPU.
+WIDE_SPARSE_MLA_CASES = (
+    SparseMlaCase("wide", 70, heads=128, k=2048, num_slots=5000, cache=_BF16,
+                  dtype=_BF16),
+    SparseMlaCase("wide holes", 300, heads=64, k=333, num_slots=5000, cache=_BF16,
+                  dtype=_BF16, pattern="holes", sinks=True, logit_cap=20.0),
+    SparseMlaCase("wide, odd heads", 200, heads=72, k=70, cache=_BF16,
+                  dtype=_BF16, poison="query"),
+    SparseMlaCase("wide fp16", 3, heads=128, k=2048, num_slots=5000, cache=_FP16,
+                  dtype=_FP16, pattern="holes"),
+    SparseMlaCase("narrow", 70, heads=16, k=2048, num_slots=5000, cache=_BF16,
+                  dtype=_BF16),
+    SparseMlaCase("narrow holes", 300, heads=32, k=333, num_slots=5000, cache=_BF16,
+                  dtype=_BF16, pattern="holes", sinks=True, logit_cap=20.0),
+    SparseMlaCase("narrow fp8", 200, heads=20, k=333, num_slots=5000, cache=_FP8,
+                  dtype=_BF16, pattern="holes", sinks=True),
+    SparseMlaCase("narrow fp8, 3 heads", 4, heads=3, k=2048, num_slots=5000, cache=_FP8,
+                  dtype=_BF16),
+    SparseMlaCase("wide fp8 holes", 200, heads=72, k=333, num_slots=5000, cache=_FP8,
+                  dtype=_BF16, pattern="holes", sinks=True),
+    SparseMlaCase("fp8 128 heads", 70, heads=128, k=300, cache=_FP8, dtype=_BF16),
+)  # fmt: skip

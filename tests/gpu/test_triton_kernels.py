@@ -12,6 +12,7 @@ from cases import (
     SELECT_CASES,
     SPARSE_MLA_CASES,
     TOPK_CASES,
+    WIDE_SPARSE_MLA_CASES,
     RecordCase,
     SelectCase,
     SparseMlaCase,
@@ -27,35 +28,12 @@ pytestmark = [
 DEVICE = "cuda"
 
 
-WIDE_CASES = (
-    SparseMlaCase("wide", 70, heads=128, k=2048, num_slots=5000, cache=torch.bfloat16,
-                  dtype=torch.bfloat16),
-    SparseMlaCase("wide holes", 300, heads=64, k=333, num_slots=5000, cache=torch.bfloat16,
-                  dtype=torch.bfloat16, pattern="holes", sinks=True, logit_cap=20.0),
-    SparseMlaCase("wide, odd heads", 200, heads=72, k=70, cache=torch.bfloat16,
-                  dtype=torch.bfloat16, poison="query"),
-    SparseMlaCase("wide fp16", 3, heads=128, k=2048, num_slots=5000, cache=torch.float16,
-                  dtype=torch.float16, pattern="holes"),
-    SparseMlaCase("narrow", 70, heads=16, k=2048, num_slots=5000, cache=torch.bfloat16,
-                  dtype=torch.bfloat16),
-    SparseMlaCase("narrow holes", 300, heads=32, k=333, num_slots=5000, cache=torch.bfloat16,
-                  dtype=torch.bfloat16, pattern="holes", sinks=True, logit_cap=20.0),
-    SparseMlaCase("narrow fp8", 200, heads=20, k=333, num_slots=5000, cache=torch.uint8,
-                  dtype=torch.bfloat16, pattern="holes", sinks=True),
-    SparseMlaCase("narrow fp8, 3 heads", 4, heads=3, k=2048, num_slots=5000, cache=torch.uint8,
-                  dtype=torch.bfloat16),
-    SparseMlaCase("wide fp8 holes", 200, heads=72, k=333, num_slots=5000, cache=torch.uint8,
-                  dtype=torch.bfloat16, pattern="holes", sinks=True),
-    SparseMlaCase("fp8 128 heads", 70, heads=128, k=300, cache=torch.uint8, dtype=torch.bfloat16),
-)  # fmt: skip
-
-
 def named(case: Any) -> str:
     return str(case.name)
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
-@pytest.mark.parametrize("case", SPARSE_MLA_CASES + WIDE_CASES, ids=named)
+@pytest.mark.parametrize("case", SPARSE_MLA_CASES + WIDE_SPARSE_MLA_CASES, ids=named)
 def test_sparse_mla(case: SparseMlaCase, phase: Any) -> None:
     inputs = case.make(DEVICE)
     out, lse = ops.sparse_mla(**inputs, phase=phase, kernel="triton")

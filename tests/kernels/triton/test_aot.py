@@ -26,7 +26,6 @@ from topkapi.kernels.triton import (
     rope,
     select,
     sparse_mla,
-    sparse_mla_sm90,
     step_metadata,
     topk,
 )
@@ -188,8 +187,6 @@ CALLS = {
 KERNELS = (
     (sparse_mla, "_attend"),
     (sparse_mla, "_combine"),
-    (sparse_mla_sm90, "_attend_wide"),
-    (sparse_mla_sm90, "_attend_narrow"),
     (indexer_logits, "_score"),
     (indexer_logits, "_score_stream"),
     (topk, "_select_rows"),

@@ -210,31 +210,20 @@ def _combine(
 
 @dataclass(frozen=True)
 class Tile:
-    """How the work is cut: heads and tokens a tile, warps, pipeline stages, programs an SM holds.
-
-    `sm90` takes the Gluon kernels of `sparse_mla_sm90`.
-    """
+    """How the work is cut: heads and tokens a tile, warps, pipeline stages, programs of an SM."""
 
     heads: int
     tokens: int
     warps: int
     stages: int
     per_sm: int = 1
-    sm90: bool = False
 
 
-def choose_tile(
-    device: DeviceInfo, heads: int, latent: int, rope: int, itemsize: int, aligned: bool = True
-) -> Tile:
-    """The launch configuration for `heads` heads over records of `latent` and `rope` dims.
-
-    `aligned` says that records start at multiples of 16 bytes.
-    """
+def choose_tile(device: DeviceInfo, heads: int, latent: int, rope: int, itemsize: int) -> Tile:
+    """The launch configuration for `heads` heads over records of `latent` and `rope` dims."""
     block_heads = min(64, max(16, triton.next_power_of_2(heads)))
     hopper = device.backend == "cuda" and int(device.arch) in (90, 100)
     if hopper and itemsize == 2:
-        if aligned and (latent, rope, device.arch) == (512, 64, 90):
-            return Tile(block_heads, 64, 8 if block_heads == 64 else 4, 2, sm90=True)
         if block_heads == 64:
             row = 2 * (triton.next_power_of_2(latent) + triton.next_power_of_2(max(rope, 1)))
             fits = device.arch == 90 and (64 + 2 * 64) * row <= device.shared_memory
@@ -303,8 +292,7 @@ def sparse_mla(
     device = target_of(q)
     block_l = max(16, triton.next_power_of_2(v_dim))
     block_p = max(16, triton.next_power_of_2(rope_dim)) if rope_dim else 16
-    aligned = kv_cache.stride(0) * kv_cache.itemsize % 16 == 0 and kv_cache.data_ptr() % 16 == 0
-    tile = tile or choose_tile(device, heads, v_dim, rope_dim, compute.itemsize, aligned)
+    tile = tile or choose_tile(device, heads, v_dim, rope_dim, compute.itemsize)
     if splits is None and batch_invariant:
         splits = 1
     if splits is None:
@@ -323,29 +311,15 @@ def sparse_mla(
         q, kv_cache, slots, lse if sinks is None else sinks, target, target_lse,
         slots.shape[1], slots.stride(0), rows * heads, splits, scale, logit_cap,
     )  # fmt: skip
-    sizes = {
-        "H": heads,
-        "W": kv_cache.stride(0),
-        "BLOCK_H": tile.heads,
-        "BLOCK_N": tile.tokens,
-        "BLOCK_SCAN": min(2048, max(256, triton.next_power_of_2(slots.shape[1]))),
-        "SPLIT": splits > 1,
-        "HAS_SINKS": sinks is not None,
-        "HAS_CAP": logit_cap > 0,
-        "num_warps": tile.warps,
-    }
-    if tile.sm90:
-        from topkapi.kernels.triton import sparse_mla_sm90 as sm90
-
-        kernel = sm90._attend_wide if tile.heads == 64 else sm90._attend_narrow
-        kernel[grid](*arguments, **sizes, FP8=layout is LATENT_FP8)
-    else:
-        _attend[grid](
-            *arguments, **sizes, L=v_dim, P=rope_dim, ROPE_OFFSET=rope_offset, GROUP=layout.group,
-            BLOCK_L=block_l, BLOCK_P=block_p, NATIVE_FP8=native_fp8(device), PRECISION="ieee",
-            DTYPE=TRITON_DTYPE[compute], STAGES=tile.stages,
-            num_stages=tile.stages,
-        )  # fmt: skip
+    _attend[grid](
+        *arguments, H=heads, L=v_dim, P=rope_dim, W=kv_cache.stride(0), ROPE_OFFSET=rope_offset,
+        GROUP=layout.group, BLOCK_H=tile.heads, BLOCK_N=tile.tokens, BLOCK_L=block_l,
+        BLOCK_P=block_p,
+        BLOCK_SCAN=min(2048, max(256, triton.next_power_of_2(slots.shape[1]))),
+        SPLIT=splits > 1, HAS_SINKS=sinks is not None, HAS_CAP=logit_cap > 0,
+        NATIVE_FP8=native_fp8(device), PRECISION="ieee", DTYPE=TRITON_DTYPE[compute],
+        STAGES=tile.stages, num_stages=tile.stages, num_warps=tile.warps,
+    )  # fmt: skip
     if splits > 1:
         combine(target, target_lse, sinks, out, lse)
     return out, lse

@@ -1,0 +1,135 @@
+"""sm90 attention for 16 or 32 heads a program: who works when, and on which operand.
+
+Two partitions gather, half of each tile's tokens each; one warp group computes:
+
+    gathering   | fill tile i + 1 | load tile i + 2 into registers .. |
+    computing   | scores i | softmax i | output i | scores i + 1 .... |
+
+Tokens, and then dims, are the 64 rows that a matrix instruction needs, heads its columns, so that
+few heads waste nothing. The formula, arguments and results are those of `triton.sparse_mla`.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from topkapi.kernels.hopper.gather import (
+    LATENT_DIM,
+    ROPE_DIM,
+    gather,
+    places,
+)
+from topkapi.kernels.hopper.softmax import LOWEST, close, counted, exponents, load_query
+
+
+@gluon.jit
+def _compute(
+    q, sinks, out, lse, row, head_block, tiles, rows_stride, scale, cap, q_latent, q_rope,
+    stretches, latents, ropes, shifts, weights, full, empty, H: gl.constexpr, SPLIT: gl.constexpr,
+    HAS_SINKS: gl.constexpr, HAS_CAP: gl.constexpr, FP8: gl.constexpr,
+):  # fmt: skip
+    BLOCK_H: gl.constexpr = q_latent.shape[0]
+    N: gl.constexpr = latents.shape[1]
+    SCORE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_H, 16])
+    HEADS: gl.constexpr = gl.SliceLayout(0, SCORE)
+    load_query(q, row, head_block, q_latent, q_rope, stretches, H, FP8, 4)
+    fence_async_shared()
+    gl.thread_barrier()
+    stretch = gl.full([BLOCK_H], 1.0, gl.float32, layout=HEADS)
+    if FP8:
+        stretch = stretches.load(HEADS)
+    best = gl.full([BLOCK_H], LOWEST, gl.float32, layout=HEADS)
+    # Summed over tokens at the end: one pass across the warps less in each tile.
+    totals = gl.full([N, BLOCK_H], 0.0, gl.float32, layout=SCORE)
+    sums = gl.full([LATENT_DIM, BLOCK_H], 0.0, gl.float32, layout=SCORE)
+    zero = gl.full([N, BLOCK_H], 0.0, gl.float32, layout=SCORE)
+    for tile in range(0, tiles):
+        stage = tile % 2
+        latent = latents.index(stage)
+        mbarrier.wait(full.index(stage), (tile // 2) & 1)
+        score = warpgroup_mma(
+            ropes.index(stage), q_rope.permute((1, 0)), zero, use_acc=False, is_async=True
+        )
+        score = warpgroup_mma(latent, q_latent.permute((1, 0)), score, is_async=True)
+        shift = shifts.index(stage).load(gl.SliceLayout(1, SCORE))
+        score = warpgroup_mma_wait(0, deps=[score])
+        score, rate = exponents(score, stretch, shift, scale, cap, 1, HAS_CAP, FP8)
+        new_best = gl.maximum(best, gl.max(score, axis=0) * rate)
+        weight = gl.exp2(score * rate - new_best[None, :])
+        weights.store(weight.to(weights.dtype))
+        shrink = gl.exp2(best - new_best)[None, :]
+        best = new_best
+        totals = totals * shrink + counted(weight, shift, 1, FP8)
+        sums = sums * shrink
+        fence_async_shared()
+        gl.thread_barrier()
+        sums = warpgroup_mma(latent.permute((1, 0)), weights, sums, is_async=True)
+        sums = warpgroup_mma_wait(0, deps=[sums])
+        # All have read this tile: its buffer and the weights may be written again.
+        gl.thread_barrier()
+        mbarrier.arrive(empty.index(stage), count=1)
+
+    head = head_block * BLOCK_H + gl.arange(0, BLOCK_H, layout=HEADS)
+    inverse, logarithm = close(gl.sum(totals, axis=0), best, sinks, head, H, SPLIT, HAS_SINKS)
+    place = gl.program_id(1).to(gl.int64) * rows_stride + row * H
+    gl.store(lse + place + head, logarithm, mask=head < H)
+    STORE: gl.constexpr = gl.BlockedLayout([8, 1], [32, 1], [2, 2], [0, 1])
+    result = gl.convert_layout((sums * inverse[None, :]).to(out.dtype.element_ty), STORE)
+    head = head_block * BLOCK_H + gl.arange(0, BLOCK_H, layout=gl.SliceLayout(0, STORE))
+    dim = gl.arange(0, LATENT_DIM, layout=gl.SliceLayout(1, STORE))
+    pointers = out + (place + head)[None, :] * LATENT_DIM + dim[:, None]
+    gl.store(pointers, result, mask=(head < H)[None, :])
+
+
+@gluon.jit(do_not_specialize=["K", "slots_stride", "rows_stride", "splits"])
+def attend_narrow(
+    q, kv, slots, sinks, out, lse, K, slots_stride, rows_stride, splits, scale, cap,
+    H: gl.constexpr, W: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_SCAN: gl.constexpr, SPLIT: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_CAP: gl.constexpr,
+    FP8: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    HEAD_BLOCKS: gl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
+    OPERAND: gl.constexpr = gl.float16 if FP8 else q.dtype.element_ty
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    program = gl.program_id(0)
+    head_block = program % HEAD_BLOCKS
+    row = (program // HEAD_BLOCKS).to(gl.int64)
+    slots += row * slots_stride
+    begin, end = places(slots, K, splits, BLOCK_N, BLOCK_SCAN, SPLIT, 4)
+    tiles = (end - begin + BLOCK_N - 1) // BLOCK_N
+
+    latents = gl.allocate_shared_memory(OPERAND, [2, BLOCK_N, LATENT_DIM], SHARED)
+    ropes = gl.allocate_shared_memory(OPERAND, [2, BLOCK_N, ROPE_DIM], SHARED)
+    shifts = gl.allocate_shared_memory(gl.int32, [2, BLOCK_N], VECTOR)
+    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(2):
+        mbarrier.init(full.index(stage), count=2)
+        mbarrier.init(empty.index(stage), count=1)
+    WEIGHTS: gl.constexpr = gl.NVMMASharedLayout(2 * BLOCK_H, 16, rank=2)
+    weights = gl.allocate_shared_memory(OPERAND, [BLOCK_N, BLOCK_H], WEIGHTS)
+    q_latent = gl.allocate_shared_memory(OPERAND, [BLOCK_H, LATENT_DIM], SHARED)
+    q_rope = gl.allocate_shared_memory(OPERAND, [BLOCK_H, ROPE_DIM], SHARED)
+    stretches = gl.allocate_shared_memory(gl.float32, [BLOCK_H], VECTOR)
+    RECORD: gl.constexpr = W // 4 if FP8 else W // 2
+    # Tuples are written out: a constexpr in a named tuple would become a run-time value.
+    gl.warp_specialize(
+        [
+            (_compute, (q, sinks, out, lse, row, head_block, tiles, rows_stride, scale, cap,
+                        q_latent, q_rope, stretches, latents, ropes, shifts, weights, full, empty,
+                        H, SPLIT, HAS_SINKS, HAS_CAP, FP8)),
+            (gather, (kv, slots, begin, tiles, end, latents, ropes, shifts, full, empty, RECORD,
+                      BLOCK_N, 0, 1, FP8)),
+            (gather, (kv, slots, begin, tiles, end, latents, ropes, shifts, full, empty, RECORD,
+                      BLOCK_N, BLOCK_N // 2, 1, FP8)),
+        ],
+        [4, 4], [REGISTERS, REGISTERS],
+    )  # fmt: skip

@@ -1,0 +1,285 @@
+"""sm90 attention for 64 heads a program: who works when, and on which operand.
+
+One partition gathers. Two warp groups compute: the left one takes the scores of the even tiles and
+the first half of the output's dims, the right one those of the odd tiles and the other half:
+
+    gathering |  fill even ....  fill odd ....
+    left      |  scores e | softmax e | output e | ....... | output o |
+    right     |  scores o ....        | output e, softmax o | output o |
+
+so that one's softmax lies beside the other's products. Weights lie where the tile's rope was; each
+side's maximum goes through shared memory. The formula, arguments and results are those of
+`triton.sparse_mla`.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from topkapi.kernels.hopper.gather import (
+    LATENT_DIM,
+    ROPE_DIM,
+    copy,
+    gather,
+    places,
+)
+from topkapi.kernels.hopper.softmax import LOWEST, close, counted, exponents, load_query
+
+HALF_DIM = gl.constexpr(256)
+
+
+@gluon.jit
+def _zero(pair):
+    """0, unknown to the compiler: operands at constant places would be kept in registers."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, 0;", "=r,r", [pair], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _scores(q_latent, q_rope, latents, ropes, shifts, first, stage, stretch, scale, cap,
+            SCORE: gl.constexpr, HAS_CAP: gl.constexpr, FP8: gl.constexpr):  # fmt: skip
+    """Exponents `[64, N]` of one tile up to a rate, that rate, and the tile's shifts `[N]`."""
+    score = gl.full([q_latent.shape[1], latents.shape[1]], 0.0, gl.float32, layout=SCORE)
+    rope, latent = ropes.index(stage).permute((1, 0)), latents.index(stage).permute((1, 0))
+    score = warpgroup_mma(q_rope.index(first), rope, score, use_acc=False, is_async=True)
+    score = warpgroup_mma(q_latent.index(first), latent, score, is_async=True)
+    shift = shifts.index(stage).load(gl.SliceLayout(0, SCORE))
+    score = warpgroup_mma_wait(0, deps=[score])
+    score, rate = exponents(score, stretch, shift, scale, cap, 0, HAS_CAP, FP8)
+    return score, rate, shift
+
+
+@gluon.jit
+def _left(
+    q, sinks, out, lse, row, head_block, pairs, rows_stride, scale, cap, q_latent, q_rope,
+    stretches, latents, ropes, shifts, bests, sides, full, empty, ready, loaded, H: gl.constexpr,
+    SPLIT: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_CAP: gl.constexpr, FP8: gl.constexpr,
+):  # fmt: skip
+    BLOCK_H: gl.constexpr = q_latent.shape[1]
+    N: gl.constexpr = latents.shape[1]
+    SCORE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_DIM, 16])
+    HEADS: gl.constexpr = gl.SliceLayout(1, SCORE)
+    OUT_HEADS: gl.constexpr = gl.SliceLayout(1, OUT)
+    load_query(q, row, head_block, q_latent.index(0), q_rope.index(0), stretches, H, FP8, 4)
+    fence_async_shared()
+    gl.thread_barrier()
+    mbarrier.arrive(loaded, count=1)
+    stretch = gl.full([BLOCK_H], 1.0, gl.float32, layout=HEADS)
+    if FP8:
+        stretch = stretches.load(HEADS)
+    best = gl.full([BLOCK_H], LOWEST, gl.float32, layout=HEADS)
+    total = gl.full([BLOCK_H], 0.0, gl.float32, layout=HEADS)
+    sums = gl.full([BLOCK_H, HALF_DIM], 0.0, gl.float32, layout=OUT)
+    for pair in range(0, pairs):
+        phase = pair & 1
+        even, odd = _zero(pair), _zero(pair) + 1
+        mbarrier.wait(full.index(even), phase)
+        score, rate, shift = _scores(
+            q_latent, q_rope, latents, ropes, shifts, even, even, stretch, scale, cap, SCORE,
+            HAS_CAP, FP8,
+        )  # fmt: skip
+        new_best = gl.maximum(best, gl.max(score, axis=1) * rate)
+        weight = gl.exp2(score * rate - new_best[:, None])
+        ropes.index(even).store(weight.to(ropes.dtype))
+        bests.index(0).store(new_best)
+        fence_async_shared()
+        gl.thread_barrier()
+        mbarrier.arrive(ready.index(0), count=1)
+        shrink = gl.exp2(best - new_best)
+        sums = sums * gl.convert_layout(shrink, OUT_HEADS)[:, None]
+        sums = warpgroup_mma(
+            ropes.index(even), latents.index(even).slice(0, HALF_DIM, dim=1), sums, is_async=True
+        )
+        total = total * shrink + gl.sum(counted(weight, shift, 0, FP8), axis=1)
+        sums = warpgroup_mma_wait(0, deps=[sums])
+        gl.thread_barrier()
+        mbarrier.arrive(empty.index(0), count=1)
+
+        mbarrier.wait(ready.index(1), phase)
+        best = bests.index(1).load(HEADS)
+        shrink = gl.exp2(new_best - best)
+        total = total * shrink
+        sums = sums * gl.convert_layout(shrink, OUT_HEADS)[:, None]
+        sums = warpgroup_mma(
+            ropes.index(odd), latents.index(odd).slice(0, HALF_DIM, dim=1), sums, is_async=True
+        )
+        sums = warpgroup_mma_wait(0, deps=[sums])
+        gl.thread_barrier()
+        mbarrier.arrive(empty.index(1), count=1)
+
+    sides.index(0).store(total)
+    gl.thread_barrier()
+    mbarrier.arrive(ready.index(0), count=1)
+    mbarrier.wait(ready.index(1), pairs & 1)
+    total += sides.index(1).load(HEADS)
+    _store(sums, total, best, sinks, out, lse, row, head_block, rows_stride, HEADS, OUT, 0, H,
+           SPLIT, HAS_SINKS)  # fmt: skip
+
+
+@gluon.jit
+def _right(
+    sinks, out, lse, row, head_block, pairs, rows_stride, scale, cap, q_latent, q_rope, stretches,
+    latents, ropes, shifts, bests, sides, full, empty, ready, loaded, H: gl.constexpr,
+    SPLIT: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_CAP: gl.constexpr, FP8: gl.constexpr,
+):  # fmt: skip
+    BLOCK_H: gl.constexpr = q_latent.shape[1]
+    N: gl.constexpr = latents.shape[1]
+    SCORE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_DIM, 16])
+    HEADS: gl.constexpr = gl.SliceLayout(1, SCORE)
+    OUT_HEADS: gl.constexpr = gl.SliceLayout(1, OUT)
+    mbarrier.wait(loaded, 0)
+    stretch = gl.full([BLOCK_H], 1.0, gl.float32, layout=HEADS)
+    if FP8:
+        stretch = stretches.load(HEADS)
+    best = gl.full([BLOCK_H], LOWEST, gl.float32, layout=HEADS)
+    total = gl.full([BLOCK_H], 0.0, gl.float32, layout=HEADS)
+    sums = gl.full([BLOCK_H, HALF_DIM], 0.0, gl.float32, layout=OUT)
+    for pair in range(0, pairs):
+        phase = pair & 1
+        even, odd = _zero(pair), _zero(pair) + 1
+        mbarrier.wait(full.index(odd), phase)
+        score, rate, shift = _scores(
+            q_latent, q_rope, latents, ropes, shifts, even, odd, stretch, scale, cap, SCORE,
+            HAS_CAP, FP8,
+        )  # fmt: skip
+        mbarrier.wait(ready.index(0), phase)
+        even_best = bests.index(0).load(HEADS)
+        shrink = gl.exp2(best - even_best)
+        sums = sums * gl.convert_layout(shrink, OUT_HEADS)[:, None]
+        sums = warpgroup_mma(
+            ropes.index(even),
+            latents.index(even).slice(HALF_DIM, HALF_DIM, dim=1),
+            sums,
+            is_async=True,
+        )
+        best = gl.maximum(even_best, gl.max(score, axis=1) * rate)
+        weight = gl.exp2(score * rate - best[:, None])
+        ropes.index(odd).store(weight.to(ropes.dtype))
+        bests.index(1).store(best)
+        fence_async_shared()
+        gl.thread_barrier()
+        mbarrier.arrive(ready.index(1), count=1)
+        last = gl.exp2(even_best - best)
+        total = total * (shrink * last) + gl.sum(counted(weight, shift, 0, FP8), axis=1)
+        sums = warpgroup_mma_wait(0, deps=[sums])
+        gl.thread_barrier()
+        mbarrier.arrive(empty.index(0), count=1)
+
+        sums = sums * gl.convert_layout(last, OUT_HEADS)[:, None]
+        sums = warpgroup_mma(
+            ropes.index(odd),
+            latents.index(odd).slice(HALF_DIM, HALF_DIM, dim=1),
+            sums,
+            is_async=True,
+        )
+        sums = warpgroup_mma_wait(0, deps=[sums])
+        gl.thread_barrier()
+        mbarrier.arrive(empty.index(1), count=1)
+
+    sides.index(1).store(total)
+    gl.thread_barrier()
+    mbarrier.arrive(ready.index(1), count=1)
+    mbarrier.wait(ready.index(0), pairs & 1)
+    total += sides.index(0).load(HEADS)
+    _store(sums, total, best, sinks, out, lse, row, head_block, rows_stride, HEADS, OUT, HALF_DIM,
+           H, SPLIT, HAS_SINKS)  # fmt: skip
+
+
+@gluon.jit
+def _store(
+    sums, total, best, sinks, out, lse, row, head_block, rows_stride, HEADS: gl.constexpr,
+    OUT: gl.constexpr, FIRST_DIM: gl.constexpr, H: gl.constexpr, SPLIT: gl.constexpr,
+    HAS_SINKS: gl.constexpr,
+):  # fmt: skip
+    """Half of the output's dims, and with the first half lse."""
+    BLOCK_H: gl.constexpr = sums.shape[0]
+    head = head_block * BLOCK_H + gl.arange(0, BLOCK_H, layout=HEADS)
+    inverse, logarithm = close(total, best, sinks, head, H, SPLIT, HAS_SINKS)
+    place = gl.program_id(1).to(gl.int64) * rows_stride + row * H
+    if FIRST_DIM == 0:
+        gl.store(lse + place + head, logarithm, mask=head < H)
+    sums = sums * gl.convert_layout(inverse, gl.SliceLayout(1, OUT))[:, None]
+    head = head_block * BLOCK_H + gl.arange(0, BLOCK_H, layout=gl.SliceLayout(1, OUT))
+    dim = FIRST_DIM + gl.arange(0, HALF_DIM, layout=gl.SliceLayout(0, OUT))
+    pointers = out + (place + head)[:, None] * LATENT_DIM + dim[None, :]
+    gl.store(pointers, sums.to(out.dtype.element_ty), mask=(head < H)[:, None])
+
+
+@gluon.jit(do_not_specialize=["K", "slots_stride", "rows_stride", "splits"])
+def attend_wide(
+    q, kv, slots, sinks, out, lse, K, slots_stride, rows_stride, splits, scale, cap,
+    H: gl.constexpr, W: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_SCAN: gl.constexpr, SPLIT: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_CAP: gl.constexpr,
+    FP8: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    HEAD_BLOCKS: gl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
+    OPERAND: gl.constexpr = gl.float16 if FP8 else q.dtype.element_ty
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    program = gl.program_id(0)
+    head_block = program % HEAD_BLOCKS
+    row = (program // HEAD_BLOCKS).to(gl.int64)
+    slots += row * slots_stride
+    begin, end = places(slots, K, splits, BLOCK_N, BLOCK_SCAN, SPLIT, 4)
+    # An odd tile past the end holds no slots.
+    pairs = (end - begin + 2 * BLOCK_N - 1) // (2 * BLOCK_N)
+    tiles = 2 * pairs
+
+    latents = gl.allocate_shared_memory(OPERAND, [2, BLOCK_N, LATENT_DIM], SHARED)
+    # A tile's rope, and once its scores are known its weights [BLOCK_H, BLOCK_N].
+    gl.static_assert(BLOCK_H == BLOCK_N and BLOCK_N == ROPE_DIM)
+    ropes = gl.allocate_shared_memory(OPERAND, [2, BLOCK_N, ROPE_DIM], SHARED)
+    shifts = gl.allocate_shared_memory(gl.int32, [2, BLOCK_N], VECTOR)
+    bests = gl.allocate_shared_memory(gl.float32, [2, BLOCK_H], VECTOR)
+    sides = gl.allocate_shared_memory(gl.float32, [2, BLOCK_H], VECTOR)
+    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    loaded = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(loaded, count=1)
+    for stage in gl.static_range(2):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)
+        mbarrier.init(ready.index(stage), count=1)
+    q_latent = gl.allocate_shared_memory(OPERAND, [1, BLOCK_H, LATENT_DIM], SHARED)
+    q_rope = gl.allocate_shared_memory(OPERAND, [1, BLOCK_H, ROPE_DIM], SHARED)
+    stretches = gl.allocate_shared_memory(gl.float32, [BLOCK_H], VECTOR)
+    # Tuples are written out: a constexpr in a named tuple would become a run-time value.
+    if FP8:
+        gl.warp_specialize(
+            [
+                (_left, (q, sinks, out, lse, row, head_block, pairs, rows_stride, scale, cap,
+                         q_latent, q_rope, stretches, latents, ropes, shifts, bests, sides, full,
+                         empty, ready, loaded, H, SPLIT, HAS_SINKS, HAS_CAP, FP8)),
+                (_right, (sinks, out, lse, row, head_block, pairs, rows_stride, scale, cap,
+                          q_latent, q_rope, stretches, latents, ropes, shifts, bests, sides, full,
+                          empty, ready, loaded, H, SPLIT, HAS_SINKS, HAS_CAP, FP8)),
+                (gather, (kv, slots, begin, tiles, end, latents, ropes, shifts, full, empty, W // 4,
+                          BLOCK_N, 0, 2, FP8)),
+            ],
+            [4, 4], [REGISTERS, 504 - 2 * REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_left, (q, sinks, out, lse, row, head_block, pairs, rows_stride, scale, cap,
+                         q_latent, q_rope, stretches, latents, ropes, shifts, bests, sides, full,
+                         empty, ready, loaded, H, SPLIT, HAS_SINKS, HAS_CAP, FP8)),
+                (_right, (sinks, out, lse, row, head_block, pairs, rows_stride, scale, cap,
+                          q_latent, q_rope, stretches, latents, ropes, shifts, bests, sides, full,
+                          empty, ready, loaded, H, SPLIT, HAS_SINKS, HAS_CAP, FP8)),
+                (copy, (kv, slots, begin, tiles, end, latents, ropes, shifts, full, empty, W,
+                        BLOCK_N)),
+            ],
+            [4, 4], [REGISTERS, 504 - 2 * REGISTERS],
+        )  # fmt: skip

@@ -1,0 +1,134 @@
+"""The sm90 kernels against the float64 definition, and what only they could get wrong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from cases import SPARSE_MLA_CASES, WIDE_SPARSE_MLA_CASES, SparseMlaCase, poisoned_memory
+from tolerances import OUTPUT, Tolerance, assert_close
+from topkapi import ops
+from topkapi.device import device_info
+from topkapi.errors import KernelRefusedError
+
+DEVICE = "cuda"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or device_info(torch.device(DEVICE)).arch != 90,
+        reason="needs sm90",
+    ),
+]
+
+BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.uint8
+# Tiles of 64 tokens, two at a time; queries and records of any magnitude; every way to cut heads.
+OWN_CASES = tuple(
+    SparseMlaCase(f"{heads} heads, {k} slots, {name}", 6, heads=heads, k=k, num_slots=3000,
+                  cache=cache, dtype=dtype, pattern=pattern)
+    for heads in (1, 17, 32, 33, 64, 65)
+    for k, pattern in ((1, "full"), (64, "full"), (65, "full"), (191, "holes"), (2049, "tail"))
+    for name, cache, dtype in (("bf16", BF16, BF16), ("fp8", FP8, BF16), ("fp16 fp8", FP8, FP16))
+)  # fmt: skip
+MAGNITUDES = tuple(
+    SparseMlaCase(f"{heads} heads, fp8, magnitude {magnitude}", 5, heads=heads, k=300,
+                  num_slots=3000, cache=FP8, dtype=BF16, magnitude=magnitude)
+    for heads in (16, 128)
+    for magnitude in (1e-6, 1e-3, 0.1, 4.0)
+)  # fmt: skip
+
+
+def named(case: Any) -> str:
+    return str(case.name)
+
+
+def check(case: SparseMlaCase, inputs: dict[str, Any], got: tuple[torch.Tensor, ...]) -> None:
+    want_out, want_lse = case.expected(inputs)
+    tolerance = OUTPUT[case.dtype]
+    lse = tolerance.lse
+    if case.cache == FP8:
+        # A record's values carry the rounding of fp16, and so does the query.
+        tolerance, lse = replace(tolerance, relative=max(tolerance.relative, 2e-3)), 1e-3
+    assert_close("lse", got[1], want_lse, Tolerance(lse, lse, 0.0))
+    assert_close("out", got[0], want_out, tolerance)
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("case", SPARSE_MLA_CASES + WIDE_SPARSE_MLA_CASES, ids=named)
+def test_cases(case: SparseMlaCase, phase: Any) -> None:
+    inputs = case.make(DEVICE)
+    taken = (case.latent, case.rope) == (512, 64) and case.dtype in (BF16, FP16)
+    if not taken or case.cache not in (case.dtype, FP8):
+        with pytest.raises(KernelRefusedError, match="hopper: "):
+            ops.sparse_mla(**inputs, phase=phase, kernel="hopper")
+        return
+    with poisoned_memory():
+        got = ops.sparse_mla(**inputs, phase=phase, kernel="hopper")
+    check(case, inputs, got)
+
+
+@pytest.mark.parametrize("case", OWN_CASES + MAGNITUDES, ids=named)
+def test_cuts_and_magnitudes(case: SparseMlaCase) -> None:
+    inputs = case.make(DEVICE)
+    with poisoned_memory():
+        got = ops.sparse_mla(**inputs, kernel="hopper")
+    check(case, inputs, got)
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("cache", [BF16, FP8])
+def test_runs_give_the_same_bits_alone_and_together(heads: int, cache: torch.dtype) -> None:
+    """No race, and with `batch_invariant` no trace of the batch."""
+    case = SparseMlaCase("bits", 150, heads=heads, k=700, num_slots=9000, cache=cache, dtype=BF16,
+                         pattern="holes")  # fmt: skip
+    inputs = case.make(DEVICE)
+    first = ops.sparse_mla(**inputs, kernel="hopper", batch_invariant=True)
+    for _ in range(20):
+        again = ops.sparse_mla(**inputs, kernel="hopper", batch_invariant=True)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    for row in (0, 77, 149):
+        alone = {**inputs, "q": inputs["q"][row : row + 1], "slots": inputs["slots"][row : row + 1]}
+        got = ops.sparse_mla(**alone, kernel="hopper", batch_invariant=True)
+        assert all(torch.equal(a[row], b[0]) for a, b in zip(first, got, strict=True))
+
+
+def test_lengths_do_not_compile() -> None:
+    from topkapi.kernels.hopper import sparse_mla
+
+    kernels = sparse_mla.attend_wide, sparse_mla.attend_narrow
+
+    def compiled() -> int:
+        return sum(len(kernel.device_caches[0][0]) for kernel in kernels)
+
+    kv_cache = torch.randn(9000, 1, 576, device=DEVICE).bfloat16()
+    for heads in (16, 128):
+        before = 0
+        for index in range(50):
+            rows, k = 1 + index % 7 + 150 * (index % 2), 2048
+            q = torch.randn(rows, heads, 576, device=DEVICE).bfloat16()
+            slots = torch.randint(-1, 9000, (rows, k), device=DEVICE, dtype=torch.int32)
+            slots[:, 65 + 37 * index :] = -1
+            ops.sparse_mla(q, kv_cache, slots, scale=0.1, kernel="hopper")
+            before = compiled() if index == 2 else before
+        assert compiled() == before
+
+
+def test_records_past_two_gigabytes() -> None:
+    slots = torch.tensor([[3_400_000, 7, 3_399_999, -1]], dtype=torch.int32, device=DEVICE)
+    for cache, width in ((FP8, 656), (BF16, 576)):
+        kv_cache = torch.zeros(3_400_001, 1, width, dtype=cache, device=DEVICE)
+        latent = torch.randn(3, 512, device=DEVICE).bfloat16()
+        rope = torch.randn(3, 64, device=DEVICE).bfloat16()
+        ops.write_latent(kv_cache, slots[0, :3].long(), latent, rope)
+        small = torch.zeros(4, 1, width, dtype=cache, device=DEVICE)
+        ops.write_latent(small, torch.arange(1, 4, device=DEVICE), latent, rope)
+        near = torch.tensor([[1, 2, 3, -1]], dtype=torch.int32, device=DEVICE)
+        for heads in (16, 128):
+            q = torch.randn(1, heads, 576, device=DEVICE).bfloat16()
+            far = ops.sparse_mla(q, kv_cache, slots, scale=0.1, kernel="hopper")
+            want = ops.sparse_mla(q, small, near, scale=0.1, kernel="hopper")
+            assert all(torch.equal(a, b) for a, b in zip(far, want, strict=True))
+        del kv_cache
+        torch.cuda.empty_cache()

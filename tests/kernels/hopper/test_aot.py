@@ -1,0 +1,74 @@
+"""The launches of the sm90 kernels, compiled ahead of time here, and their machine code read."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+
+from kernels.triton.aot import SHARED_MEMORY, compile_for
+from kernels.triton.test_aot import BF16, FP8, Recorder, device_of, meta
+from topkapi.kernels.hopper import sparse_mla
+from topkapi.layout.latent import latent_layout
+
+# Bytes of stack a thread that a kernel may use: the gathering warps beside 128 sums a thread spill.
+STACK = 256
+
+LAUNCHES = {
+    "prefill, 128 heads": (4096, 128, BF16, {}),
+    "prefill, 16 heads": (4096, 16, BF16, {}),
+    "prefill, 32 heads, fp8": (4096, 32, FP8, {}),
+    "decode, 72 heads, fp8, sinks and cap": (8, 72, FP8, {"logit_cap": 30.0}),
+    "decode, 8 heads, fp8": (8, 8, FP8, {}),
+    "decode, 8 heads": (8, 8, BF16, {}),
+}
+
+
+def machine_code(cubin: bytes, path: Path) -> str:
+    path.write_bytes(cubin)
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    return subprocess.run(
+        [str(tool), "-sass", str(path)], capture_output=True, text=True, check=True
+    ).stdout
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_compiles_fits_and_overlaps(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rows, heads, cache, options = LAUNCHES[name]
+    recorders = []
+    for attribute in ("attend_wide", "attend_narrow"):
+        recorder = Recorder(getattr(sparse_mla, attribute))
+        recorders.append(recorder)
+        monkeypatch.setattr(sparse_mla, attribute, recorder)
+    monkeypatch.setattr(sparse_mla, "target_of", lambda tensor: device_of(90))
+    monkeypatch.setattr(sparse_mla.portable, "combine", lambda *args, **kwargs: None)
+    sinks: dict[str, Any] = {"sinks": meta(heads, dtype=torch.float32)} if options else {}
+    sparse_mla.sparse_mla(
+        meta(rows, heads, 576, dtype=BF16),
+        meta(640, 1, latent_layout(cache).width(512, 64), dtype=cache),
+        meta(rows, 2048),
+        scale=0.1,
+        **options,
+        **sinks,
+    )
+    (kernel, launch), *others = [(r.kernel, one) for r in recorders for one in r.launches]
+    assert not others
+    compiled = compile_for(90, kernel, launch.types, launch.constants, **launch.options)
+    assert compiled.shared <= SHARED_MEMORY[90]
+    assert compiled.spilled is not None
+    assert compiled.spilled <= STACK
+    code = machine_code(compiled.asm["cubin"], tmp_path / "kernel.cubin")
+    # A compiler that cannot follow the accumulators waits after each product instead.
+    products, waits = (len(re.findall(word, code)) for word in ("HGMMA", r"WARPGROUP\.DEPBAR"))
+    assert products > 8 * waits, f"{products} products, {waits} waits"
+    assert "UNPACK_B" in code or cache == BF16
