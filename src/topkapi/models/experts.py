@@ -30,8 +30,12 @@ _COPY_BYTES = 2**30
 Experts = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def prepare_row_invariant(model: nn.Module) -> None:
-    """Replace the experts' forward, for good. Row-invariant inside of `RowInvariant` alone."""
+def prepare_row_invariant(model: Any) -> None:
+    """Replace the experts' forward, for good. Row-invariant inside of `RowInvariant` alone.
+
+    Experts of another build keep Transformers' loop.
+    """
+    model.set_experts_implementation("eager")
     _replace(model, row_invariant_experts)
 
 
@@ -44,8 +48,19 @@ def prepare_capturable(model: nn.Module) -> None:
 
 def _replace(model: nn.Module, forward: Experts) -> None:
     for module in model.modules():
-        if isinstance(getattr(module, "gate_up_proj", None), nn.Parameter):
+        if _is_plain(module):
             module.forward = partial(forward, module)
+
+
+def _is_plain(module: Any) -> bool:
+    """Whether these are stacked, gated experts and nothing more: fp8 ones have scales, too."""
+    weight = getattr(module, "gate_up_proj", None)
+    more = ("has_bias", "is_transposed", "has_post_expert_norm")
+    return (
+        isinstance(weight, nn.Parameter)
+        and weight.dtype.itemsize > 1
+        and not any(getattr(module, name, False) for name in more)
+    )
 
 
 def row_invariant_experts(
