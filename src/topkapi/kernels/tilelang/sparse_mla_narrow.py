@@ -223,6 +223,8 @@ def attend_narrow(
 def combine(heads: int, latent: int, dtype: str, has_sinks: bool):
     """Merge the partial results of each (row, head), each weighing exp(lse - their maximum)."""
     rows, shares = (T.dynamic(name) for name in ("R", "N"))
+    # Each takes as many dims as the next.
+    threads = next(count for count in (128, 64, 32) if latent % count == 0)
 
     @T.prim_func
     def merge(
@@ -232,7 +234,7 @@ def combine(heads: int, latent: int, dtype: str, has_sinks: bool):
         out: T.Tensor((rows, heads, latent), dtype),
         lse: T.Tensor((rows, heads), "float32"),
     ):
-        with T.Kernel(heads, rows, threads=128) as (head, row):
+        with T.Kernel(heads, rows, threads=threads) as (head, row):
             acc = T.alloc_fragment((latent,), "float32")
             best = T.alloc_var("float32", init=LOWEST)
             total = T.alloc_var("float32", init=0.0)
