@@ -16,6 +16,7 @@ pytestmark = [
     pytest.mark.skipif(find_spec("tilelang") is None, reason="needs tilelang"),
 ]
 HOPPER = DeviceInfo("cuda", 90, "NVIDIA H200", 132, 232448, True)
+ADA = DeviceInfo("cuda", 89, "L40S", 142, 101376, True)
 
 
 def source_of(program: Any, arch: str) -> str:
@@ -47,20 +48,20 @@ def test_wide() -> None:
     assert shared_end(source) + 64 * 64 * 2 + 1024 <= HOPPER.shared_memory
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("device", [HOPPER, ADA], ids=lambda device: device.label)
 @pytest.mark.parametrize(
     ("heads", "latent", "rope", "record_bytes"),
-    [(8, 512, 64, 0), (32, 512, 64, 656), (5, 96, 0, 0), (20, 128, 32, 196)],
+    [(8, 512, 64, 0), (32, 512, 64, 656), (5, 96, 0, 0), (20, 128, 32, 196), (32, 512, 128, 0)],
 )
-def test_narrow(arch: str, heads: int, latent: int, rope: int, record_bytes: int) -> None:
+def test_narrow(device: DeviceInfo, heads: int, latent: int, rope: int, record_bytes: int) -> None:
     from topkapi.kernels.tilelang.sparse_mla_narrow import attend_narrow
 
-    tile = choose_tile(HOPPER, heads, latent, rope, record_bytes > 0)
+    tile = choose_tile(device, heads, latent, rope, record_bytes > 0)
     program = attend_narrow(
         heads, latent, rope, "bfloat16", True, True, True,
         tile.heads, tile.tokens, tile.stages, tile.threads, record_bytes,
     )  # fmt: skip
-    source = source_of(program, arch)
+    source = source_of(program, "sm_90a" if device is HOPPER else "sm_89")
     assert "cp_async_gs_conditional<" in source
     assert shared_end(source) < shared_bytes(tile, latent, rope, record_bytes > 0)
 

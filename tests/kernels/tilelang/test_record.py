@@ -120,6 +120,7 @@ def test_tiles_fit_in_shared_memory(
         # Queries but for their rope, two tiles, two tiles of weights, maxima and marks; barriers.
         used = 2 * 64 * latent + tile.tokens * 2 * (latent + rope) + 2 * 64 * 64 * 2
         used += 4 * 64 * 4 + 1024
+    assert tile.wide or tile.tokens // 8 >= tile.threads // 32
     # A program takes 1 KB more than it asks for, and an SM has that much more than one may ask for.
     assert (used + 1024) * tile.per_sm <= device.shared_memory + 1024
 
