@@ -189,6 +189,7 @@ KERNELS = (
     (sparse_mla, "_combine"),
     (indexer_logits, "_score"),
     (indexer_logits, "_score_stream"),
+    (indexer_logits, "_score_sm90"),
     (topk, "_select_rows"),
     (topk, "_collect_rows"),
     (topk, "_choose_rows"),

@@ -11,10 +11,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from topkapi.kernels.triton.thresholds import _key, _logit, _reach, _reach_in_memory
+from topkapi.kernels.triton.thresholds import (
+    LOWEST,
+    _key,
+    _logit,
+    _reach,
+    _reach_in_memory,
+)
 
-# Columns that are written or looked through at a time where speed hardly matters.
-STRIP = tl.constexpr(2048)
+# Columns that are looked through, or written, at a time where a row is not held.
+STRIP = tl.constexpr(4096)
 
 
 @triton.jit
@@ -55,36 +61,42 @@ def _note(line, word, first, count, values, positions, LIMIT: tl.constexpr, WORD
     total, most = tl.reduce((ones, ones), 0, _total_and_most)
     place = count + tl.cumsum(ones, axis=0) - ones
     base = first + 32 * tl.arange(0, WORDS)
-    for _ in range(most):
+    for _ in range(tl.where(count < LIMIT, most, 0)):
         low = word & (0 - word)
         # A power of two as a float: its exponent says which bit it is.
         column = base + ((low.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127)
-        here = (word != 0) & (place < LIMIT)
-        value = tl.load(line + column, mask=here, other=0.0)
-        tl.store(positions + place, column, mask=here)
-        tl.store(values + place, value, mask=here)
+        tl.store(positions + place, column, mask=(word != 0) & (place < LIMIT))
         word ^= low
         place += 1
+    tl.debug_barrier()
+    # The values apart, while the columns are still in the first-level cache: all loads at once.
+    end = tl.minimum(count + total, LIMIT)
+    for begin in range(count, end, 2 * WORDS):
+        index = begin + tl.arange(0, 2 * WORDS)
+        here = index < end
+        column = tl.load(positions + index, mask=here, other=0)
+        tl.store(values + index, tl.load(line + column, mask=here, other=0.0), mask=here)
     return count + total
 
 
 @triton.jit
 def _collect(
-    line, begin, end, floor, words, values, positions, LIMIT: tl.constexpr, BLOCK: tl.constexpr
+    line, begin, end, floor, k, words, values, positions, LIMIT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Note every column of `begin : end` whose logit is at least the floor; return how many.
+    """Note every column of `begin : end` that may be among the k highest; return how many.
 
-    NaN is not noted: a floor above -inf excludes it.
+    Once k logits at the floor or above are noted, none at the floor itself may be: plateaus of
+    equal logits cost nothing. NaN is not noted: a floor above -inf excludes it.
     """
     lane = tl.arange(0, 32)
     group = tl.arange(0, BLOCK // 32)
     offset = 32 * group[:, None] + lane[None, :]
     bit = (1 << lane)[None, :]
-    least = _logit(floor)
     whole = begin + (end - begin) // BLOCK * BLOCK
     count = 0
     for first in range(begin, whole, BLOCK):
         logit = tl.load(line + first + offset)
+        least = _logit(tl.where(count < k, floor, floor + 1))
         # Through memory, so that each word has one owner, not the eight threads that made it.
         tl.store(words + group, tl.sum(tl.where(logit >= least, bit, 0), axis=1))
         tl.debug_barrier()
@@ -92,6 +104,7 @@ def _collect(
         count = _note(line, word, first, count, values, positions, LIMIT, BLOCK // 32)
     if whole < end:
         logit = tl.load(line + whole + offset, mask=whole + offset < end, other=float("nan"))
+        least = _logit(tl.where(count < k, floor, floor + 1))
         tl.store(words + group, tl.sum(tl.where(logit >= least, bit, 0), axis=1))
         tl.debug_barrier()
         word = tl.load(words + group).to(tl.uint32, bitcast=True)
@@ -114,20 +127,23 @@ def _give(out, place, position, keep, row, request_of_row, table, table_rows, co
 
 
 @triton.jit
-def _highest(logit, index, size, k, HELD: tl.constexpr):
-    """Which of `size` held logits are the k highest, the first of equal ones."""
-    inside = index < size
-    key = tl.where(inside, _key(logit), 0)
-    low = tl.min(tl.min(tl.where(inside, key, 0xFFFFFFFF), axis=1), axis=0).to(tl.uint32)
-    high = tl.max(tl.max(key, axis=1), axis=0).to(tl.uint32) + 1
-    low, count, over = _reach(key, low, high, size, k, k)
-    keep = key >= low
+def _highest(logit, index, size, floor, k, HELD: tl.constexpr):
+    """Which of `size` logits are the k highest, the first of equal ones. NaN stands outside.
+
+    `floor` is a key that all of them reach.
+    """
+    high = _key(tl.max(tl.max(logit, axis=1), axis=0)) + 1
+    low, count, over = _reach(logit, tl.maximum(floor, LOWEST), high, size, k, k)
+    least = _logit(low)
+    keep = logit >= least
     if count > k:
-        # Among equal keys the lowest index is the highest of these.
-        backwards = tl.where(key == low, HELD - index, 0).to(tl.uint32)
-        none = tl.full([], 0, tl.uint32)
-        last, _, _ = _reach(backwards, none, none + HELD + 1, HELD, k - over, k - over)
-        keep = (key > low) | (backwards >= last)
+        # Among equal logits the lowest index is the highest of these.
+        equal = ((logit == least) | ((logit != logit) & (low <= LOWEST))) & (index < size)
+        backwards = tl.where(equal, (HELD - index).to(tl.float32), float("nan"))
+        most = _key(tl.full([], HELD + 1, tl.float32))
+        none = tl.full([], LOWEST, tl.uint32)
+        last, _, _ = _reach(backwards, none, most, HELD, k - over, k - over)
+        keep = (logit > least) | (backwards >= _logit(last))
     return keep
 
 

@@ -53,11 +53,17 @@ def _score_stream(
         else:
             origin = tl.load(starts + request).to(tl.int32)
         line = out + (to - first_row).to(tl.int64) * out_stride
+        ahead = begin + tl.arange(0, BLOCK_S)
+        if PAGED:
+            # A slot is looked up a tile before its key: the pipeline overlaps one step, not two.
+            coming = tl.load(page_row + ahead, mask=ahead < longest, other=0)
         for first in tl.range(begin, end, BLOCK_S, num_stages=STAGES):
             position = first + tl.arange(0, BLOCK_S)
             visible = position < longest
             if PAGED:
-                slot = tl.load(page_row + position, mask=visible, other=0)
+                slot = coming
+                ahead = position + BLOCK_S
+                coming = tl.load(page_row + ahead, mask=ahead < longest, other=0)
             else:
                 slot = origin + position
             key, scale = load_keys(

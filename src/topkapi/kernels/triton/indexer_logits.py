@@ -22,6 +22,7 @@ from topkapi.device import DeviceInfo
 from topkapi.dispatch import Kernel, Problem
 from topkapi.kernels.triton.index_keys import load_keys
 from topkapi.kernels.triton.indexer_decode import _score_stream
+from topkapi.kernels.triton.indexer_logits_sm90 import _score_sm90
 from topkapi.kernels.triton.target import (
     float32_precision,
     native_fp8,
@@ -113,7 +114,8 @@ def _score(
 class Tile:
     """How scoring is cut: positions, rows a program, rows a product, warps, pipeline stages.
 
-    `stream` takes the kernel of `indexer_decode`, in which the keys pass and the rows stay.
+    `stream` takes the kernel of `indexer_decode`, in which the keys pass and the rows stay; `sm90`
+    that of `indexer_logits_sm90`, whose products have 128 columns.
     """
 
     positions: int
@@ -122,27 +124,49 @@ class Tile:
     warps: int
     stages: int
     stream: bool = False
+    sm90: bool = False
+
+
+def fits_sm90(device: DeviceInfo, heads: int, index_dim: int, fp8: bool, itemsize: int) -> bool:
+    """Whether `indexer_logits_sm90` scores such queries and keys on this device."""
+    if device.backend != "cuda" or device.arch != 90 or not fp8:
+        return False
+    return index_dim == 128 and heads in (16, 32, 64, 128) and itemsize <= 2
 
 
 def choose_tile(
-    device: DeviceInfo, heads: int, itemsize: int, dequantise: bool, max_rows_per_request: int
+    device: DeviceInfo,
+    heads: int,
+    itemsize: int,
+    fp8: bool,
+    rows: int,
+    max_rows_per_request: int,
+    sm90: bool = False,
 ) -> Tile:
     """The launch configuration. `max_rows_per_request` tells prefill from decode; `itemsize` is of
-    the products' operands; `dequantise` says that keys are converted before them.
+    the products' operands; `fp8` says that keys are; `sm90` is what `fits_sm90` says.
     """
     padded = triton.next_power_of_2(heads)
     large = device.shared_memory >= 160 * 1024
     if max_rows_per_request >= 32:
         group = max(1, 64 // padded)
+        if sm90 and itemsize == 2:
+            return Tile(256, 256, 128 // heads, 8, 3, sm90=True)
         if large and itemsize == 1:
-            return Tile(128, 128, 2 * group, 4, 3)
+            return Tile(128, 256, 2 * group, 4, 3)
         if large and itemsize == 2:
             return Tile(128, 128, group, 4, 2)
         return Tile(64 if itemsize == 4 else 128, 64, group, 4, 2)
-    group = min(triton.next_power_of_2(max(1, max_rows_per_request)), max(1, 64 // padded))
-    # Converting in the loop undoes the pipeline's gain: several programs an SM hide more.
-    stages = 1 if dequantise else 3 if large else 2
-    return Tile(64, group, group, 4, stages, stream=True)
+    group = max(1, 64 // padded)
+    if itemsize < 4:
+        # fp32 products keep their columns: with fewer they would sum in another order.
+        group = min(triton.next_power_of_2(max(1, max_rows_per_request)), group)
+    if not fp8:
+        return Tile(64, group, group, 4, 3 if large else 2, stream=True)
+    if large and rows >= 4:
+        return Tile(128, group, group, 4, 4, stream=True)
+    # A program has a tile or two: nothing to overlap with. Little memory has no room to.
+    return Tile(64, group, group, 4, 1 if large or itemsize > 1 else 2, stream=True)
 
 
 def launch_scores(
@@ -174,8 +198,15 @@ def launch_scores(
         q = q.to(compute)
     elif not fp8 and index_cache.dtype != q.dtype:
         compute = torch.float32
-    dequantise = fp8 and compute.itemsize > 1
-    tile = tile or choose_tile(device, heads, compute.itemsize, dequantise, context.max_seq_len_q)
+    tile = tile or choose_tile(
+        device,
+        heads,
+        compute.itemsize,
+        fp8,
+        rows,
+        context.max_seq_len_q,
+        fits_sm90(device, heads, index_dim, fp8, compute.itemsize),
+    )
     page_size = index_cache.shape[1] // (index_dim + 4) if fp8 else 1
     num_tiles = triton.cdiv(width, tile.positions)
     unused = context.request_of_row
@@ -206,7 +237,17 @@ def launch_scores(
         "num_stages": tile.stages,
     }
     groups = triton.cdiv(rows, tile.rows)
-    if tile.stream:
+    if tile.sm90:
+        kept = ("HEADS", "D", "GROUP", "PAGED", "PAGE_SIZE", "PAGE_BYTES", "FILL", "num_warps")
+        _score_sm90[(groups * num_tiles,)](
+            *arguments,
+            num_tiles,
+            **{name: sizes[name] for name in kept},
+            HALF=tile.positions // 2,
+            BLOCK_R=tile.rows,
+            WARPS=tile.warps,
+        )
+    elif tile.stream:
         spans = max(1, min(num_tiles, 4 * device.num_sms // groups))
         span = triton.cdiv(num_tiles, spans) * tile.positions
         _score_stream[(groups * spans,)](*arguments, spans, span, **sizes)

@@ -2,6 +2,8 @@
 
     key(x) = bits(x) with the order of unsigned integers; -0.0 as 0.0, NaN as -inf
 
+Brackets are halved among keys, but what is compared are the logits themselves: no key is ever made
+of most of them. A NaN reaches no threshold above LOWEST, the key of -inf, as it should.
 A search keeps a bracket: at least k keys reach `low`, fewer reach `high`. The next trial is where k
 would lie on a line between the two counts: ordinary data are done in five to seven steps. After
 `LINEAR` steps it is the middle, so that 32 more end any search. Where `low + 1 == high`, `low` is
@@ -14,7 +16,7 @@ import triton
 import triton.language as tl
 
 LINEAR = tl.constexpr(10)
-# The key of -inf. No number's key is lower; only what lies outside a row gets one.
+# The key of -inf, which no key is below.
 LOWEST = tl.constexpr(0x007FFFFF)
 
 
@@ -46,18 +48,19 @@ def _trial(low, high, count, over, k, step):
 
 
 @triton.jit
-def _reach(key, low, high, size, k, most):
-    """A threshold that k to `most` of the keys in registers reach, or else the k-th highest key.
+def _reach(logit, low, high, size, k, most):
+    """A threshold that k to `most` of the logits in registers reach, or else the k-th highest.
 
-    All `size` keys reach `low`, and none reaches `high`. Returns the threshold, how many keys reach
-    it, and how many the lowest trial that fewer than k did.
+    It and the bracket are keys. All `size` logits count as reaching `low`, NaN among them only
+    there, and none reaches `high`. Returns the threshold, how many reach it, and how many the
+    lowest trial that fewer than k did.
     """
     count = size
     over = 0
     step = 0
     while (high - low > 1) & (count > most):
         trial = _trial(low, high, count, over, k, step)
-        reach = tl.sum((key >= trial).to(tl.int32))
+        reach = tl.sum((logit >= _logit(trial)).to(tl.int32))
         enough = reach >= k
         low = tl.where(enough, trial, low)
         count = tl.where(enough, reach, count)
@@ -80,24 +83,13 @@ def _floor_of_sample(line, length, k, SAMPLE: tl.constexpr, RUN: tl.constexpr):
     run = draw // RUN
     jitter = ((run * 40503 + 30011) & 0xFFFF) * (units // runs) >> 16
     place = ((run.to(tl.int64) * units // runs).to(tl.int32) + jitter) * RUN + draw % RUN
-    key = _key(tl.load(line + place))
+    logit = tl.load(line + place)
     share = k.to(tl.float32) * SAMPLE / length.to(tl.float32)
     need = tl.minimum((share + 5.0 * tl.sqrt(share) + 4.0).to(tl.int32), SAMPLE)
-    low = tl.min(key, axis=0).to(tl.uint32)
-    high = tl.max(key, axis=0).to(tl.uint32) + 1
-    floor, _, _ = _reach(key, low, high, SAMPLE, need, need + need // 16)
+    low = tl.full([], LOWEST, tl.uint32)
+    high = _key(tl.max(logit, axis=0)) + 1
+    floor, _, _ = _reach(logit, low, high, SAMPLE, need, need + need // 16)
     return floor
-
-
-@triton.jit
-def _count(source, size, trial, BLOCK: tl.constexpr):
-    """How many of `size` logits in memory reach the key `trial`."""
-    total = tl.zeros([BLOCK], tl.int32)
-    for first in range(0, size, BLOCK):
-        index = first + tl.arange(0, BLOCK)
-        key = _key(tl.load(source + index, mask=index < size, other=0.0))
-        total += ((key >= trial) & (index < size)).to(tl.int32)
-    return tl.sum(total, axis=0)
 
 
 @triton.jit
@@ -107,21 +99,27 @@ def _reach_in_memory(source, size, k, floor, BLOCK: tl.constexpr):
     Every key above `low` is among the k highest, and the first `need` of those equal to it. A
     plateau at `floor` or just above is tried first.
     """
-    low = tl.full([], 0, tl.uint32)
+    low = tl.full([], LOWEST, tl.uint32)
     high = tl.full([], 0xFFFFFFFF, tl.uint32)
     count = size
     over = 0
     step = 0
-    trial = floor + 1
+    trial = tl.maximum(floor, low) + 1
     while (high - low > 1) & (count != k):
-        reach = _count(source, size, trial, BLOCK)
+        least = _logit(trial)
+        reached = tl.zeros([BLOCK], tl.int32)
+        for first in range(0, size, BLOCK):
+            index = first + tl.arange(0, BLOCK)
+            logit = tl.load(source + index, mask=index < size, other=float("nan"))
+            reached += (logit >= least).to(tl.int32)
+        reach = tl.sum(reached, axis=0)
         enough = reach >= k
         low = tl.where(enough, trial, low)
         count = tl.where(enough, reach, count)
         high = tl.where(enough, high, trial)
         over = tl.where(enough, over, reach)
-        below = (step == 0) & (high == floor + 1) & (floor > 0)
+        below = (step == 0) & (high == floor + 1) & (floor > low)
         trial = tl.where(below, floor, _trial(low, high, count, over, k, step))
         step += 1
-    exact = count == k
-    return tl.where(exact & (low > 0), low - 1, low), tl.where(exact, 0, k - over)
+    exact = (count == k) & (low > LOWEST)
+    return tl.where(exact, low - 1, low), tl.where(exact, 0, k - over)

@@ -72,15 +72,15 @@ def _select_rows(
             if (length > HELD) & (length > k):
                 floor = _floor_of_sample(line, length, k, SAMPLE, RUN)
                 tl.debug_barrier()  # the row before has been read to its end
-                found = _collect(line, 0, length, floor, words, values, positions, LIMIT, BLOCK)
+                found = _collect(line, 0, length, floor, k, words, values, positions, LIMIT, BLOCK)
                 tl.debug_barrier()
                 listed = (found >= k) & (found <= LIMIT) & (floor > LOWEST)
                 size = tl.where(listed, found, length)
                 source = values if listed else line
         if (length > k) & (size <= HELD):
             index = _quads(HELD)
-            logit = tl.load(source + index, mask=index < size, other=0.0)
-            keep = _highest(logit, index, size, k, HELD)
+            logit = tl.load(source + index, mask=index < size, other=float("nan"))
+            keep = _highest(logit, index, size, floor, k, HELD)
             rank, _ = _ranks(keep.to(tl.int32))
             position = index
             if listed:
@@ -119,7 +119,7 @@ def _collect_rows(
         words += program * (BLOCK // 32)
         values += program.to(tl.int64) * HELD
         positions += program.to(tl.int64) * HELD
-        count = _collect(line, begin, end, floor, words, values, positions, HELD, BLOCK)
+        count = _collect(line, begin, end, floor, k, words, values, positions, HELD, BLOCK)
         tl.store(floors + row, floor)
     tl.store(counts + program, count)
 
@@ -142,6 +142,7 @@ def _choose_rows(
     size = length
     index = _quads(HELD)
     place = index
+    floor = tl.full([], 0, tl.uint32)
     listed = (length > HELD) & (length > k)
     if listed:
         # Candidate j lies in the stretch where j falls among the counts, behind earlier gaps.
@@ -162,8 +163,8 @@ def _choose_rows(
         position = index
         base = row.to(tl.int64) * splits * HELD
         source = values + base if listed else line
-        logit = tl.load(source + place, mask=inside, other=0.0)
-        keep = _highest(logit, index, size, k, HELD)
+        logit = tl.load(source + place, mask=inside, other=float("nan"))
+        keep = _highest(logit, index, size, floor, k, HELD)
         rank, _ = _ranks(keep.to(tl.int32))
         if listed:
             position = tl.load(positions + base + place, mask=keep, other=0)
@@ -201,11 +202,12 @@ def choose_plan(device: DeviceInfo, rows: int, width: int, k: int) -> Plan:
     sample = 4096 if width <= 262144 else 8192
     if width <= max(held, 8192):
         held = max(held, int(triton.next_power_of_2(width)))
-        return Plan(held, held, sample, 4, 8192, 8 if held <= 8192 else 16, 1, rows, 0)
-    splits = min(16, width // 8192, 2 * sms // max(rows, 1))
+        return Plan(held, held, sample, 4, 8192, 8 if held <= 8192 else 16, 1, rows, 64)
+    splits = min(max(min(8, width // 8192), min(32, width // 32768)), 2 * sms // max(rows, 1))
     if splits > 1 and 2 * k <= 8192:
-        return Plan(max(held, 8192), max(held, 8192), sample, 4, 8192, 16, splits, rows * splits, 0)
-    limit = max(2 * held, int(triton.next_power_of_2(2 * k)))
+        held = max(held, 8192)
+        return Plan(held, held, sample, 4, 8192, 16, splits, rows * splits, 0)
+    limit = max(16384, int(triton.next_power_of_2(2 * k)))
     programs = max(1, min(rows, 4 * sms, WORKSPACE_BYTES // (8 * limit)))
     return Plan(held, limit, sample, 4, 8192, 16 if held > 4096 else 8, 1, programs, 64)
 
