@@ -5,9 +5,9 @@ The formula is in `reference.sparse_mla`. Knows nothing of torch: `sparse_mla` l
 Tokens come in pairs of tiles. Warpgroup 0 scores the even tile and owns the left half of the output
 dims, warpgroup 1 scores the odd tile and owns the right half:
 
-    warpgroup 0: S0 = Q K0'  m0 = max       P0  O_left  += P0 V0  (P0 at max m1 to shared memory)
-    warpgroup 1: S1 = Q K1'  m1 = max(m0)   P1  O_right += P1 V1  (P1 to shared memory)
-    warpgroup 0: O_left  += P1 V1           warpgroup 1: O_right += P0 V0
+    warpgroup 0: S0 = Q K0'   maxima   P0    O_left  += P0 V0    O_left  += P1 V1
+                              crossed  crossed
+    warpgroup 1: S1 = Q K1'   maxima   P1    O_right += P1 V1    O_right += P0 V0
     warpgroup 2: gathers the halves of the next pair as each becomes free
 
 Each half of a tile has a barrier that says it is full and one that says it is free: a half is
@@ -80,25 +80,6 @@ def attend_wide(
             score[i, j] = T.if_then_else(allowed[j] >= 0, score[i, j], -T.infinity("float32"))
 
     @T.macro
-    def weigh(score, best, before, shrink, rate):
-        """Scores become weights against `best`; what was summed against `before` shrinks."""
-        for i in T.Parallel(BLOCK_HEADS):
-            shrink[i] = T.exp2((before[i] - best[i]) * rate)
-        for i, j in T.Parallel(BLOCK_HEADS, TOKENS):
-            score[i, j] = T.exp2(score[i, j] * rate - best[i] * rate)
-
-    @T.macro
-    def scale_rows(acc, shrink):
-        for i, d in T.Parallel(BLOCK_HEADS, half):
-            acc[i, d] *= shrink[i]
-
-    @T.macro
-    def finish(out, acc, inverse, share, row, head, offset):
-        for i, d in T.Parallel(BLOCK_HEADS, half):
-            if head + i < heads:
-                out[share, row, head + i, offset + d] = acc[i, d] * inverse[i]
-
-    @T.macro
     def invert(inverse, total, best, sinks, head, rate):
         """1 / (total + sink), or 0 for a row without a slot."""
         for i in T.Parallel(BLOCK_HEADS):
@@ -110,85 +91,82 @@ def attend_wide(
             inverse[i] = T.if_then_else(total[i] != 0, 1.0 / inverse[i], 0.0)
 
     @T.macro
-    def score_tile(score, q_first, q_second, q_rope, first, second, tail, full, marked, t, tile):
-        """Q K' of one tile of pair `t`, half by half; `tile` is 0 or 1."""
-        T.barrier_wait(full[tile], t & 1)
-        T.fence_proxy_async()
-        T.wgmma_gemm(q_first, first, score, transpose_B=True, clear_accum=True)
-        T.wgmma_gemm(q_rope, tail, score, transpose_B=True)
-        T.barrier_wait(full[tile + 2], t & 1)
-        T.fence_proxy_async()
-        T.wgmma_gemm(q_second, second, score, transpose_B=True)
-        T.barrier_wait(marked[tile], t & 1)
-        T.wait_wgmma(0)
-
-    @T.macro
-    def sum_even(
-        acc, score, weights, best, before, shrink, total, part, left0, left1, weights0, weights1,
-        allowed, best0, best1, best_known, weights_known, free, t, scale, cap, rate,
+    def compute(
+        tile, q, q_first, q_second, own, own_other, own_rope, other, own_weights, other_weights,
+        allowed, own_best, other_best, full, marked, free, best_known, weights_known,
+        sinks, out, lse, share, row, head, count, scale, cap, rate,
     ):  # fmt: skip
-        """Weigh the even tile, and add both tiles of the pair to the left half of the output."""
-        mask(score, allowed, scale, cap)
-        T.copy(best, before)
-        T.reduce_max(score, best, dim=1, clear=False)
-        T.copy(best, best0)
-        T.barrier_arrive(best_known[0])
-        weigh(score, best, before, shrink, rate)
-        T.copy(score, weights)
-        scale_rows(acc, shrink)
-        T.wgmma_gemm(weights, left0, acc)
-        T.reduce_sum(score, part, dim=1)
-        T.barrier_wait(best_known[1], t & 1)
+        """The part of warpgroup `tile`, 0 or 1: it scores that tile of each pair, and sums its half
+        of the dims, `own` and `other`, over both.
+        """
+        acc = T.alloc_fragment((BLOCK_HEADS, half), "float32")
+        score = T.alloc_fragment((BLOCK_HEADS, TOKENS), "float32")
+        weights = T.alloc_fragment((BLOCK_HEADS, TOKENS), dtype)
+        q_rope = T.alloc_fragment((BLOCK_HEADS, rope), dtype)
+        best = T.alloc_fragment((BLOCK_HEADS,), "float32")
+        before = T.alloc_fragment((BLOCK_HEADS,), "float32")
+        shrink = T.alloc_fragment((BLOCK_HEADS,), "float32")
+        total = T.alloc_fragment((BLOCK_HEADS,), "float32")
+        part = T.alloc_fragment((BLOCK_HEADS,), "float32")
+        T.fill(acc, 0)
+        T.fill(total, 0)
+        T.fill(best, LOWEST)
+        load_heads(q_rope, q, row, head, latent, rope)
+        for t in T.serial(count):
+            T.barrier_wait(full[tile], t & 1)
+            T.fence_proxy_async()
+            T.wgmma_gemm(q_first, own, score, transpose_B=True, clear_accum=True)
+            T.wgmma_gemm(q_rope, own_rope, score, transpose_B=True)
+            T.barrier_wait(full[tile + 2], t & 1)
+            T.fence_proxy_async()
+            T.wgmma_gemm(q_second, own_other, score, transpose_B=True)
+            T.barrier_wait(marked[tile], t & 1)
+            T.wait_wgmma(0)
+            mask(score, allowed, scale, cap)
+            T.copy(best, before)
+            T.reduce_max(score, best, dim=1, clear=False)
+            T.copy(best, own_best)
+            T.barrier_arrive(best_known[tile])
+            T.barrier_wait(best_known[1 - tile], t & 1)
+            for i in T.Parallel(BLOCK_HEADS):
+                best[i] = T.max(best[i], other_best[i])
+            for i in T.Parallel(BLOCK_HEADS):
+                shrink[i] = T.exp2((before[i] - best[i]) * rate)
+            for i, j in T.Parallel(BLOCK_HEADS, TOKENS):
+                score[i, j] = T.exp2(score[i, j] * rate - best[i] * rate)
+            T.copy(score, weights)
+            T.copy(weights, own_weights)
+            T.fence_proxy_async()
+            T.barrier_arrive(weights_known[tile])
+            for i, d in T.Parallel(BLOCK_HEADS, half):
+                acc[i, d] *= shrink[i]
+            T.wgmma_gemm(weights, own, acc)
+            T.reduce_sum(score, part, dim=1)
+            for i in T.Parallel(BLOCK_HEADS):
+                total[i] = total[i] * shrink[i] + part[i]
+            T.barrier_wait(weights_known[1 - tile], t & 1)
+            T.wgmma_gemm(other_weights, other, acc)
+            T.wait_wgmma(1)
+            T.barrier_arrive(free[tile])
+            T.wait_wgmma(0)
+            T.barrier_arrive(free[3 - tile])
+        T.copy(total, own_best)
+        T.barrier_arrive(best_known[tile])
+        T.barrier_wait(best_known[1 - tile], count & 1)
         for i in T.Parallel(BLOCK_HEADS):
-            total[i] = total[i] * shrink[i] + part[i]
-        T.copy(best, before)
-        T.copy(best1, best)
-        for i in T.Parallel(BLOCK_HEADS):
-            shrink[i] = T.exp2((before[i] - best[i]) * rate)
-        for i, j in T.Parallel(BLOCK_HEADS, TOKENS):
-            weights0[i, j] = score[i, j] * shrink[i]
-        T.fence_proxy_async()
-        T.barrier_arrive(weights_known[0])
-        T.wait_wgmma(0)
-        T.barrier_arrive(free[0])
-        for i in T.Parallel(BLOCK_HEADS):
-            total[i] *= shrink[i]
-        scale_rows(acc, shrink)
-        T.barrier_wait(weights_known[1], t & 1)
-        T.wgmma_gemm(weights1, left1, acc)
-        T.wait_wgmma(0)
-        T.barrier_arrive(free[3])
-
-    @T.macro
-    def sum_odd(
-        acc, score, weights, best, before, shrink, total, part, right0, right1, weights0, weights1,
-        allowed, best0, best1, best_known, weights_known, free, t, scale, cap, rate,
-    ):  # fmt: skip
-        """Weigh the odd tile, and add both tiles of the pair to the right half of the output."""
-        mask(score, allowed, scale, cap)
-        T.copy(best, before)
-        T.reduce_max(score, best, dim=1, clear=False)
-        T.barrier_wait(best_known[0], t & 1)
-        for i in T.Parallel(BLOCK_HEADS):
-            best[i] = T.max(best[i], best0[i])
-        T.copy(best, best1)
-        T.barrier_arrive(best_known[1])
-        weigh(score, best, before, shrink, rate)
-        T.copy(score, weights)
-        T.copy(weights, weights1)
-        T.fence_proxy_async()
-        T.barrier_arrive(weights_known[1])
-        scale_rows(acc, shrink)
-        T.wgmma_gemm(weights, right1, acc)
-        T.reduce_sum(score, part, dim=1)
-        for i in T.Parallel(BLOCK_HEADS):
-            total[i] = total[i] * shrink[i] + part[i]
-        T.barrier_wait(weights_known[0], t & 1)
-        T.wgmma_gemm(weights0, right0, acc)
-        T.wait_wgmma(1)
-        T.barrier_arrive(free[1])
-        T.wait_wgmma(0)
-        T.barrier_arrive(free[2])
+            total[i] += other_best[i]
+        invert(shrink, total, best, sinks, head, rate)
+        for i, d in T.Parallel(BLOCK_HEADS, half):
+            if head + i < heads:
+                out[share, row, head + i, tile * half + d] = acc[i, d] * shrink[i]
+        if tile == 0:
+            for i in T.Parallel(BLOCK_HEADS):
+                if head + i < heads:
+                    lse[share, row, head + i] = T.if_then_else(
+                        total[i] != 0,
+                        (best[i] * rate + T.log2(total[i])) * LN2,
+                        -T.infinity("float32"),
+                    )
 
     @T.prim_func
     def attend(
@@ -256,69 +234,18 @@ def attend_wide(
 
             with T.ws(0):
                 T.set_max_nreg(COMPUTE_REGISTERS, 1)
-                acc = T.alloc_fragment((BLOCK_HEADS, half), "float32")
-                score = T.alloc_fragment((BLOCK_HEADS, TOKENS), "float32")
-                weights = T.alloc_fragment((BLOCK_HEADS, TOKENS), dtype)
-                q_rope = T.alloc_fragment((BLOCK_HEADS, rope), dtype)
-                best = T.alloc_fragment((BLOCK_HEADS,), "float32")
-                before = T.alloc_fragment((BLOCK_HEADS,), "float32")
-                shrink = T.alloc_fragment((BLOCK_HEADS,), "float32")
-                total = T.alloc_fragment((BLOCK_HEADS,), "float32")
-                part = T.alloc_fragment((BLOCK_HEADS,), "float32")
-                T.fill(acc, 0)
-                T.fill(total, 0)
-                T.fill(best, LOWEST)
-                load_heads(q_rope, q, row, head, latent, rope)
-                for t in T.serial(count):
-                    score_tile(score, q_left, q_right, q_rope, left0, right0, rope0,
-                               full, marked, t, 0)  # fmt: skip
-                    sum_even(acc, score, weights, best, before, shrink, total, part, left0, left1,
-                             weights0, weights1, allowed0, best0, best1, best_known, weights_known,
-                             free, t, scale, cap, rate)  # fmt: skip
-                T.copy(total, best0)
-                T.barrier_arrive(best_known[0])
-                T.barrier_wait(best_known[1], count & 1)
-                for i in T.Parallel(BLOCK_HEADS):
-                    total[i] += best1[i]
-                invert(shrink, total, best, sinks, head, rate)
-                finish(out, acc, shrink, share, row, head, 0)
-                for i in T.Parallel(BLOCK_HEADS):
-                    if head + i < heads:
-                        lse[share, row, head + i] = T.if_then_else(
-                            total[i] != 0,
-                            (best[i] * rate + T.log2(total[i])) * LN2,
-                            -T.infinity("float32"),
-                        )
-
+                compute(
+                    0, q, q_left, q_right, left0, right0, rope0, left1, weights0, weights1,
+                    allowed0, best0, best1, full, marked, free, best_known, weights_known,
+                    sinks, out, lse, share, row, head, count, scale, cap, rate,
+                )  # fmt: skip
             with T.ws(1):
                 T.set_max_nreg(COMPUTE_REGISTERS, 1)
-                acc_1 = T.alloc_fragment((BLOCK_HEADS, half), "float32")
-                score_1 = T.alloc_fragment((BLOCK_HEADS, TOKENS), "float32")
-                weights_1 = T.alloc_fragment((BLOCK_HEADS, TOKENS), dtype)
-                q_rope_1 = T.alloc_fragment((BLOCK_HEADS, rope), dtype)
-                best_1 = T.alloc_fragment((BLOCK_HEADS,), "float32")
-                before_1 = T.alloc_fragment((BLOCK_HEADS,), "float32")
-                shrink_1 = T.alloc_fragment((BLOCK_HEADS,), "float32")
-                total_1 = T.alloc_fragment((BLOCK_HEADS,), "float32")
-                part_1 = T.alloc_fragment((BLOCK_HEADS,), "float32")
-                T.fill(acc_1, 0)
-                T.fill(total_1, 0)
-                T.fill(best_1, LOWEST)
-                load_heads(q_rope_1, q, row, head, latent, rope)
-                for t in T.serial(count):
-                    score_tile(score_1, q_right, q_left, q_rope_1, right1, left1, rope1,
-                               full, marked, t, 1)  # fmt: skip
-                    sum_odd(acc_1, score_1, weights_1, best_1, before_1, shrink_1, total_1, part_1,
-                            right0, right1, weights0, weights1, allowed1, best0, best1, best_known,
-                            weights_known, free, t, scale, cap, rate)  # fmt: skip
-                T.barrier_wait(best_known[0], count & 1)
-                T.copy(total_1, best1)
-                T.barrier_arrive(best_known[1])
-                for i in T.Parallel(BLOCK_HEADS):
-                    total_1[i] += best0[i]
-                invert(shrink_1, total_1, best_1, sinks, head, rate)
-                finish(out, acc_1, shrink_1, share, row, head, half)
-
+                compute(
+                    1, q, q_right, q_left, right1, left1, rope1, right0, weights1, weights0,
+                    allowed1, best1, best0, full, marked, free, best_known, weights_known,
+                    sinks, out, lse, share, row, head, count, scale, cap, rate,
+                )  # fmt: skip
             with T.ws(2):
                 T.set_max_nreg(GATHER_REGISTERS, 0)
                 lane = thread - 256
