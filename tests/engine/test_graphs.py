@@ -24,7 +24,7 @@ from topkapi.engine.llm import LLM
 from topkapi.engine.request import Request, RequestOutput, SamplingParams, SamplingRow
 from topkapi.engine.sampler import NOT_FINITE, NOTHING_ALLOWED, Sampler, best_tokens
 from topkapi.errors import ConfigError
-from topkapi.models.experts import over_all_rows, over_chosen_rows
+from topkapi.models.experts import over_all_rows, over_chosen_rows, prepare_row_invariant
 from topkapi.models.row_invariant import RowInvariant
 
 
@@ -136,6 +136,15 @@ def test_bits_are_those_of_eager_steps(name: str, way: str) -> None:
     assert stats.graphs.static_bytes > 0
     assert stats.preemptions == eager.stats().preemptions
     assert stats.preemptions > 0 or way != "preempted, from the host"
+
+
+def test_contexts_that_never_choose(checkpoint: Path) -> None:
+    """Nothing is longer than k, so that captured steps do not score at all."""
+    short = [prompt[:6] for prompt in PROMPTS[:5]]
+    eager, replayed = (make_llm(checkpoint, max_context_len=16) for _ in "ab")
+    recorder = replaying(replayed)
+    assert tokens(run(replayed, short, GREEDY)) == tokens(run(eager, short, GREEDY))
+    assert recorder.rows[0] == 8
 
 
 def test_larger_batches_run_eagerly(checkpoint: Path) -> None:
@@ -290,6 +299,16 @@ def test_who_watches_the_modules_sees_what_is_run(checkpoint: Path) -> None:
             assert seconds["graph"] > 0
             assert seconds["attention"] > 0
     assert looked[0] == looked[1]
+
+
+def test_experts_with_scales_or_biases_keep_their_loop() -> None:
+    model = BY_NAME["deepseek_v32"].build()
+    first, second = (model.model.layers[i].mlp.experts for i in (1, 2))
+    first.has_bias = True
+    prepare_row_invariant(model)
+    assert "forward" not in first.__dict__
+    assert "forward" in second.__dict__
+    assert model.get_experts_implementation()[""] == "eager"
 
 
 class Gated(torch.nn.Module):

@@ -99,6 +99,38 @@ def test_demo_tokens_are_those_of_eager_steps(steps: int) -> None:
     assert [tokens for tokens, _ in got] == [tokens for tokens, _ in want]
 
 
+def test_fp8_bits_are_those_of_eager_steps() -> None:
+    got = []
+    for graphs in (True, False):
+        llm = LLM(
+            "demo",
+            device="cuda",
+            dtype="bf16",
+            kv_cache_dtype="fp8",
+            max_tokens_in_cache=4096,
+            max_running_requests=8,
+            host_cache_tokens=4096,
+            speculative_num_steps=2,
+            backend_options=BackendOptions(deterministic=True),
+            cuda_graphs=graphs,
+        )
+        got += [answers(llm)]
+        assert bool(llm.stats().graphs.off) != graphs
+    assert got[0] == got[1]
+
+
+def test_contexts_that_never_choose() -> None:
+    """Nothing is longer than the demo model's k, so that captured steps do not score at all."""
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    got = []
+    for graphs in (True, False):
+        llm = LLM("demo", device="cuda", dtype="fp32", max_context_len=128, cuda_graphs=graphs)
+        outputs = llm.generate(prompts()[:6], params, use_tqdm=False)
+        assert [output.error for output in outputs] == [None] * 6
+        got.append([output.token_ids for output in outputs])
+    assert got[0] == got[1]
+
+
 def test_a_model_of_real_sizes_gives_the_bits_of_eager_steps_of_the_same_size() -> None:
     """Four requests are a size that is captured, so that nothing but replaying differs."""
     rng = random.Random(9)
