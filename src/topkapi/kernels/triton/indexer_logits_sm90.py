@@ -82,6 +82,17 @@ def _hold(index_cache, keys, slot, valid, D: gl.constexpr, PAGE_SIZE: gl.constex
 
 
 @gluon.jit
+def _multiply(key, query, PRODUCT: gl.constexpr, IN_REGISTERS: gl.constexpr):
+    """Issue keys `[HALF, D]` times queries `[COLUMNS, D]`; keys by way of registers if so told."""
+    zero = gl.full([key.shape[0], query.shape[0]], 0.0, gl.float32, layout=PRODUCT)
+    left = key
+    if IN_REGISTERS:
+        BITS: gl.constexpr = key.dtype.primitive_bitwidth
+        left = key.load(gl.DotOperandLayout(0, PRODUCT, 32 // BITS))
+    return warpgroup_mma(left, query.permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
 def _sum_heads(product, weight, scale, position, length, to, stop, first_row, out, out_stride,
                width, HALF: gl.constexpr, GROUP: gl.constexpr, HEADS: gl.constexpr,
                LOGIT: gl.constexpr):  # fmt: skip
@@ -106,7 +117,7 @@ def _score_sm90(
     first_row, num_rows, width, out_stride, table_stride, num_tiles,
     HEADS: gl.constexpr, D: gl.constexpr, HALF: gl.constexpr, BLOCK_R: gl.constexpr,
     GROUP: gl.constexpr, PAGED: gl.constexpr, PAGE_SIZE: gl.constexpr, PAGE_BYTES: gl.constexpr,
-    FILL: gl.constexpr, WARPS: gl.constexpr,
+    FILL: gl.constexpr, WARPS: gl.constexpr, IN_REGISTERS: gl.constexpr = False,
 ):  # fmt: skip
     COLUMNS: gl.constexpr = GROUP * HEADS
     DTYPE: gl.constexpr = q.dtype.element_ty
@@ -145,7 +156,6 @@ def _score_sm90(
     place0 = begin + gl.arange(0, HALF, layout=PLACES)
     place1 = place0 + HALF
     group_row = gl.arange(0, GROUP, layout=ROWS)
-    zero = gl.full([HALF, COLUMNS], 0.0, gl.float32, layout=PRODUCT)
     while row < last:
         request = gl.load(request_of_row + row)
         stop = gl.minimum(gl.load(cu_seqlens_q + request + 1).to(gl.int32), last)
@@ -189,16 +199,12 @@ def _score_sm90(
         key0 = keys.index(0)
         key1 = keys.index(1)
         buffer = 0
-        product0 = warpgroup_mma(
-            key0, queries.index(0).permute((1, 0)), zero, use_acc=False, is_async=True
-        )
+        product0 = _multiply(key0, queries.index(0), PRODUCT, IN_REGISTERS)
         product0 = warpgroup_mma_wait(0, deps=[product0])
         # Nothing is under way from one turn to the next: else the assembler lets nothing overlap.
         for turn in range(turns):
             first = _group(turn, shift, turns, row, stop, GROUP)
-            product1 = warpgroup_mma(
-                key1, queries.index(buffer).permute((1, 0)), zero, use_acc=False, is_async=True
-            )
+            product1 = _multiply(key1, queries.index(buffer), PRODUCT, IN_REGISTERS)
             to = first + group_row
             length = gl.load(lengths + to, mask=to < stop, other=0)
             weight = head_weights.index(buffer).load(gl.SliceLayout(0, PRODUCT))
@@ -209,9 +215,7 @@ def _score_sm90(
             fence_async_shared()
             gl.thread_barrier()
             product1 = warpgroup_mma_wait(0, deps=[product1])
-            product0 = warpgroup_mma(
-                key0, queries.index(buffer).permute((1, 0)), zero, use_acc=False, is_async=True
-            )
+            product0 = _multiply(key0, queries.index(buffer), PRODUCT, IN_REGISTERS)
             # Every warp has had the products of the rows before these: their buffer is free.
             free = gl.where(buffer == BUFFERS - 1, 0, buffer + 1)
             _fetch(q, weights, _group(turn + 2, shift, turns, row, stop, GROUP), stop,

@@ -4,10 +4,12 @@
 
 Brackets are halved among keys, but what is compared are the logits themselves: no key is ever made
 of most of them. A NaN reaches no threshold above LOWEST, the key of -inf, as it should.
+
 A search keeps a bracket: at least k keys reach `low`, fewer reach `high`. The next trial is where k
 would lie on a line between the two counts: ordinary data are done in five to seven steps. After
-`LINEAR` steps it is the middle, so that 32 more end any search. Where `low + 1 == high`, `low` is
-the k-th highest key itself. Knows nothing of rows, launches or slots.
+`LINEAR` steps it is the middle, so that 32 more end any search. From step `SNAP` on the bracket is
+drawn in to the logits that are there, so that equal ones do not prolong it. Where `low + 1 ==
+high`, `low` is the k-th highest key itself. Knows nothing of rows, launches or slots.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import triton
 import triton.language as tl
 
 LINEAR = tl.constexpr(10)
+SNAP = tl.constexpr(4)
 # The key of -inf, which no key is below.
 LOWEST = tl.constexpr(0x007FFFFF)
 
@@ -44,7 +47,7 @@ def _trial(low, high, count, over, k, step):
     share = (count - k).to(tl.float32) / (count - over).to(tl.float32)
     line = low + ((high - low).to(tl.float32) * share).to(tl.uint32)
     trial = tl.where(step < LINEAR, line, low + ((high - low) >> 1))
-    return tl.minimum(tl.maximum(trial, low + 1), high - 1)
+    return tl.maximum(tl.minimum(tl.maximum(trial, low + 1), high - 1), low)
 
 
 @triton.jit
@@ -59,6 +62,10 @@ def _reach(logit, low, high, size, k, most):
     over = 0
     step = 0
     while (high - low > 1) & (count > most):
+        if (step >= SNAP) & (low > LOWEST):
+            low = _key(tl.min(tl.where(logit >= _logit(low), logit, float("inf"))))
+            below = tl.where(logit >= _logit(high), float("-inf"), logit)
+            high = _key(tl.max(below)) + 1
         trial = _trial(low, high, count, over, k, step)
         reach = tl.sum((logit >= _logit(trial)).to(tl.int32))
         enough = reach >= k

@@ -208,7 +208,9 @@ def choose_plan(device: DeviceInfo, rows: int, width: int, k: int) -> Plan:
         held = max(held, 8192)
         return Plan(held, held, sample, 4, 8192, 16, splits, rows * splits, 0)
     limit = max(16384, int(triton.next_power_of_2(2 * k)))
-    programs = max(1, min(rows, 4 * sms, WORKSPACE_BYTES // (8 * limit)))
+    most = max(1, min(rows, 4 * sms, WORKSPACE_BYTES // (8 * limit)))
+    rounds = -(-rows // most)
+    programs = -(-rows // rounds)  # as many rows to one as to another
     return Plan(held, limit, sample, 4, 8192, 16 if held > 4096 else 8, 1, programs, 64)
 
 
