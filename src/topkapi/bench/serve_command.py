@@ -93,7 +93,9 @@ def serve_command(
     rows = []
     for row in serve.measure(case, names, repeats=repeats):
         rows.append(row)
-        print(f"{row['variant']}: {row.get('failed', 'done')}", file=sys.stderr)
+        print(f"{row['variant']}: {row.get('failed') or _told(row)}", file=sys.stderr)
+        if out:  # a run that is cut short leaves what it measured
+            write_lines(out, rows)
     worth = serve.ratios(rows)
     _print_variants(rows)
     if worth:
@@ -140,6 +142,13 @@ def _print_variants(rows: Sequence[dict[str, Any]]) -> None:
     for row in rows:
         if "failed" in row:
             console.print(f"{row['variant']} failed: {row['failed']}", style="red")
+
+
+def _told(row: dict[str, Any]) -> str:
+    """One line, as soon as a variant is done."""
+    first, between = _spread(row["first_token"], 1e3), _spread(row["between_tokens"], 1e3)
+    rate = f"{row['output_tokens_per_second']:.1f} tokens/s"
+    return f"{_completed(row)}, first token {first} ms, between tokens {between} ms, {rate}"
 
 
 def _completed(row: dict[str, Any]) -> str:
