@@ -15,6 +15,8 @@ from attention.world import Stream, World, run_layer
 from gpu.test_graph_layer import REAL
 from topkapi.attention import ForwardMode
 from topkapi.config import BackendOptions
+from topkapi.kernels import hopper as hopper_kernels
+from topkapi.kernels import triton as triton_kernels
 
 triton = pytest.importorskip("triton")
 pytestmark = [
@@ -23,23 +25,20 @@ pytestmark = [
 ]
 
 MOST_CONTEXT = 16384
-NAMES = ("prefill_kernel", "decode_kernel", "indexer_kernel")
-TRITON = BackendOptions(**dict.fromkeys(NAMES, "triton"))
 QUERIES = {ForwardMode.DECODE: 1, ForwardMode.TARGET_VERIFY: 4}
 # One context on each side of every power of two and of k, and few of them in one batch.
 CONTEXTS = (65, 300, 600, 1100, 2049, 4100, 8200, MOST_CONTEXT)
 
 
 def kernels() -> dict[str, Any]:
-    """Every kernel of the package by its module and name, those that others call included."""
-    import topkapi.kernels.triton as package
-
+    """Every kernel of both packages by its module and name, those that others call included."""
     found = {}
-    for item in pkgutil.iter_modules(package.__path__):
-        module = importlib.import_module(f"{package.__name__}.{item.name}")
-        for name, value in vars(module).items():
-            if isinstance(value, triton.runtime.jit.JITFunction):
-                found[f"{value.__module__.rsplit('.', 1)[1]}.{name}"] = value
+    for package in (hopper_kernels, triton_kernels):
+        for item in pkgutil.iter_modules(package.__path__):
+            module = importlib.import_module(f"{package.__name__}.{item.name}")
+            for name, value in vars(module).items():
+                if isinstance(value, triton.runtime.jit.JITFunction):
+                    found[f"{value.__module__.split('.kernels.')[1]}.{name}"] = value
     return found
 
 
@@ -56,16 +55,24 @@ def random_rows(rows: int, heads: int) -> Stream:
     return Stream(normal(heads, 576), normal(576), normal(64, 128), normal(128), weights)
 
 
-@pytest.mark.parametrize(("heads", "kv_cache_dtype"), [(128, "fp8"), (16, "bf16")])
-def test_fifty_lengths_compile_nothing(heads: int, kv_cache_dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("heads", "kv_cache_dtype", "attention"),
+    [(128, "fp8", "hopper"), (16, "bf16", "hopper"), (16, "fp8", "triton")],
+)
+def test_fifty_lengths_compile_nothing(heads: int, kv_cache_dtype: str, attention: str) -> None:
     """Whole layers: step metadata, writes, scoring, selection and attention of every mode."""
+    if attention == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs sm90")
+    options = BackendOptions(
+        prefill_kernel=attention, decode_kernel=attention, indexer_kernel="triton"
+    )
     world = World(
         config=replace(REAL, num_attention_heads=heads),
         requests=8,
         max_context=MOST_CONTEXT,
         kv_cache_dtype=kv_cache_dtype,
         device="cuda",
-        options=TRITON,
+        options=options,
     )
 
     def step(mode: ForwardMode, q_lens: list[int], kv_lens: list[int]) -> None:
@@ -92,8 +99,10 @@ def test_fifty_lengths_compile_nothing(heads: int, kv_cache_dtype: str) -> None:
             run(mode, draw, draw.randint(1, 8), draw.randint(1, MOST_CONTEXT))
     print(heads, kv_cache_dtype, {name: count for name, count in before.items() if count})
     assert compiled() == before
-    used = {name.split(".")[0] for name, count in before.items() if count}
-    assert {"step_metadata", "records", "indexer_logits", "indexer_decode", "topk"} <= used
-    assert any(name.startswith("sparse_mla") for name in used)
+    used = {name.rsplit(".", 1)[0] for name, count in before.items() if count}
+    modules = ("step_metadata", "records", "indexer_logits", "indexer_decode", "topk")
+    assert {f"triton.{name}" for name in modules} <= used
+    home = {"hopper": "hopper.attend", "triton": "triton.sparse_mla"}[attention]
+    assert any(name.startswith(home) for name in used)
     # The few that there are: a power of two that grows with the shape, and whether rows are split.
     assert max(before.values()) <= 40
