@@ -19,6 +19,7 @@ import torch
 pytest.importorskip("triton")
 
 from kernels.triton.test_aot import KERNELS, device_of, meta, meta_context
+from topkapi.kernels.hopper import sparse_mla as hopper_mla
 from topkapi.kernels.triton import (
     index_queries,
     indexer_logits,
@@ -103,13 +104,14 @@ def layer(requests: int, rows: int, longest_q: int, context: int, heads: int, ca
     index_cache = meta(9, 64 * 132, dtype=FP8) if cache == FP8 else meta(640, 128, dtype=BF16)
     select.select(q, weights, index_cache, seen, K)
     width = latent_layout(cache).width(512, 64)
-    sparse_mla.sparse_mla(
-        meta(rows, heads, 576, dtype=BF16),
-        meta(640, 1, width, dtype=cache),
-        meta(rows, min(K, -(-context // 64) * 64)),
-        scale=0.1,
-        v_dim=512,
-    )
+    for attend in (sparse_mla.sparse_mla, hopper_mla.sparse_mla):
+        attend(
+            meta(rows, heads, 576, dtype=BF16),
+            meta(640, 1, width, dtype=cache),
+            meta(rows, min(K, -(-context // 64) * 64)),
+            scale=0.1,
+            v_dim=512,
+        )
 
 
 def shapes(mode: str) -> list[tuple[int, int, int, int]]:
@@ -132,10 +134,10 @@ def test_fifty_shapes_share_their_kernels(
     mode: str, heads: int, cache: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     noted = {}
-    for module, attribute in KERNELS:
+    for module, attribute in (*KERNELS, (hopper_mla, "attend_wide"), (hopper_mla, "attend_narrow")):
         noted[attribute] = Variants(getattr(module, attribute))
         monkeypatch.setattr(module, attribute, noted[attribute])
-    for module in (sparse_mla, indexer_logits, topk, records):
+    for module in (sparse_mla, hopper_mla, indexer_logits, topk, records):
         monkeypatch.setattr(module, "target_of", lambda tensor: device_of(90))
     for shape in shapes(mode):
         layer(*shape, heads, cache)
