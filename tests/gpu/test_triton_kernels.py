@@ -186,30 +186,3 @@ def test_a_graph_replays_on_new_contents() -> None:
         fresh = step()
         for one, other in zip(captured, fresh, strict=True):
             assert torch.equal(one, other)
-
-
-def test_lengths_do_not_compile() -> None:
-    """Fifty context lengths and batch sizes: what three of them compiled serves all."""
-    from topkapi.kernels.triton import indexer_logits, sparse_mla, topk
-
-    kernels = (indexer_logits._score, topk._select_rows, sparse_mla._attend)
-
-    def compiled() -> int:
-        return sum(len(kernel.device_caches[0][0]) for kernel in kernels)
-
-    def step(rows: int, length: int) -> None:
-        case = SelectCase("lengths", (1,) * rows, (length,) * rows, k=64, dtype=torch.bfloat16,
-                          cache=torch.bfloat16)  # fmt: skip
-        inputs = case.make(DEVICE)
-        slots = ops.select(**inputs, kernel="triton")
-        kv_cache = torch.randn(inputs["index_cache"].shape[0], 1, 576, device=DEVICE).bfloat16()
-        q = torch.randn(rows, 16, 576, device=DEVICE).bfloat16()
-        ops.sparse_mla(q, kv_cache, slots, scale=0.1, kernel="triton")
-
-    for length in (65, 4097, 8193):  # rows held in two sizes, and sampled ones
-        step(1, length)
-        step(16, length + 1)
-    before = compiled()
-    for index in range(50):
-        step(1 + index % 7, 65 + 173 * index)
-    assert compiled() == before
