@@ -24,23 +24,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from topkapi.kernels.hopper.gather import (
+    COPIED,
     LATENT_DIM,
     ROPE_DIM,
     copy,
     gather,
     places,
 )
-from topkapi.kernels.hopper.softmax import LOWEST, close, counted, exponents, load_query
+from topkapi.kernels.hopper.softmax import (
+    LOWEST,
+    close,
+    counted,
+    exponents,
+    load_query,
+    zero_unseen,
+)
 
 HALF_DIM = gl.constexpr(256)
-
-
-@gluon.jit
-def _zero(pair):
-    """0, unknown to the compiler: operands at constant places would be kept in registers."""
-    return gl.inline_asm_elementwise(
-        "mov.b32 $0, 0;", "=r,r", [pair], dtype=gl.int32, is_pure=False, pack=1
-    )
 
 
 @gluon.jit
@@ -48,7 +48,10 @@ def _scores(q_latent, q_rope, latents, ropes, shifts, first, stage, stretch, sca
             SCORE: gl.constexpr, HAS_CAP: gl.constexpr, FP8: gl.constexpr):  # fmt: skip
     """Exponents `[64, N]` of one tile up to a rate, that rate, and the tile's shifts `[N]`."""
     score = gl.full([q_latent.shape[1], latents.shape[1]], 0.0, gl.float32, layout=SCORE)
-    rope, latent = ropes.index(stage).permute((1, 0)), latents.index(stage).permute((1, 0))
+    rope, latent = (
+        ropes.index(stage).permute((1, 0)),
+        latents.index(stage).permute((1, 0)),
+    )
     score = warpgroup_mma(q_rope.index(first), rope, score, use_acc=False, is_async=True)
     score = warpgroup_mma(q_latent.index(first), latent, score, is_async=True)
     shift = shifts.index(stage).load(gl.SliceLayout(0, SCORE))
@@ -60,7 +63,7 @@ def _scores(q_latent, q_rope, latents, ropes, shifts, first, stage, stretch, sca
 @gluon.jit
 def _left(
     q, sinks, out, lse, row, head_block, pairs, rows_stride, scale, cap, q_latent, q_rope,
-    stretches, latents, ropes, shifts, bests, sides, full, empty, ready, loaded, H: gl.constexpr,
+    stretches, latents, ropes, shifts, bests, sides, full, empty, ready, loaded, H,
     SPLIT: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_CAP: gl.constexpr, FP8: gl.constexpr,
 ):  # fmt: skip
     BLOCK_H: gl.constexpr = q_latent.shape[1]
@@ -81,8 +84,10 @@ def _left(
     sums = gl.full([BLOCK_H, HALF_DIM], 0.0, gl.float32, layout=OUT)
     for pair in range(0, pairs):
         phase = pair & 1
-        even, odd = _zero(pair), _zero(pair) + 1
+        even = zero_unseen(pair)
+        odd = even + 1
         mbarrier.wait(full.index(even), phase)
+        fence_async_shared()
         score, rate, shift = _scores(
             q_latent, q_rope, latents, ropes, shifts, even, even, stretch, scale, cap, SCORE,
             HAS_CAP, FP8,
@@ -97,7 +102,10 @@ def _left(
         shrink = gl.exp2(best - new_best)
         sums = sums * gl.convert_layout(shrink, OUT_HEADS)[:, None]
         sums = warpgroup_mma(
-            ropes.index(even), latents.index(even).slice(0, HALF_DIM, dim=1), sums, is_async=True
+            ropes.index(even),
+            latents.index(even).slice(0, HALF_DIM, dim=1),
+            sums,
+            is_async=True,
         )
         total = total * shrink + gl.sum(counted(weight, shift, 0, FP8), axis=1)
         sums = warpgroup_mma_wait(0, deps=[sums])
@@ -110,7 +118,10 @@ def _left(
         total = total * shrink
         sums = sums * gl.convert_layout(shrink, OUT_HEADS)[:, None]
         sums = warpgroup_mma(
-            ropes.index(odd), latents.index(odd).slice(0, HALF_DIM, dim=1), sums, is_async=True
+            ropes.index(odd),
+            latents.index(odd).slice(0, HALF_DIM, dim=1),
+            sums,
+            is_async=True,
         )
         sums = warpgroup_mma_wait(0, deps=[sums])
         gl.thread_barrier()
@@ -128,8 +139,9 @@ def _left(
 @gluon.jit
 def _right(
     sinks, out, lse, row, head_block, pairs, rows_stride, scale, cap, q_latent, q_rope, stretches,
-    latents, ropes, shifts, bests, sides, full, empty, ready, loaded, H: gl.constexpr,
-    SPLIT: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_CAP: gl.constexpr, FP8: gl.constexpr,
+    latents, ropes, shifts, bests, sides, full, empty, ready, loaded, H,
+    EARLY: gl.constexpr, SPLIT: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_CAP: gl.constexpr,
+    FP8: gl.constexpr,
 ):  # fmt: skip
     BLOCK_H: gl.constexpr = q_latent.shape[1]
     N: gl.constexpr = latents.shape[1]
@@ -146,22 +158,31 @@ def _right(
     sums = gl.full([BLOCK_H, HALF_DIM], 0.0, gl.float32, layout=OUT)
     for pair in range(0, pairs):
         phase = pair & 1
-        even, odd = _zero(pair), _zero(pair) + 1
+        even = zero_unseen(pair)
+        odd = even + 1
+        if EARLY:
+            mbarrier.wait(ready.index(0), phase)
+            even_best = bests.index(0).load(HEADS)
+            shrink = gl.exp2(best - even_best)
+            sums = sums * gl.convert_layout(shrink, OUT_HEADS)[:, None]
+            values = latents.index(even).slice(HALF_DIM, HALF_DIM, dim=1)
+            sums = warpgroup_mma(ropes.index(even), values, sums, is_async=True)
+            sums = warpgroup_mma_wait(0, deps=[sums])
+            gl.thread_barrier()
+            mbarrier.arrive(empty.index(0), count=1)
         mbarrier.wait(full.index(odd), phase)
+        fence_async_shared()
         score, rate, shift = _scores(
             q_latent, q_rope, latents, ropes, shifts, even, odd, stretch, scale, cap, SCORE,
             HAS_CAP, FP8,
         )  # fmt: skip
-        mbarrier.wait(ready.index(0), phase)
-        even_best = bests.index(0).load(HEADS)
-        shrink = gl.exp2(best - even_best)
-        sums = sums * gl.convert_layout(shrink, OUT_HEADS)[:, None]
-        sums = warpgroup_mma(
-            ropes.index(even),
-            latents.index(even).slice(HALF_DIM, HALF_DIM, dim=1),
-            sums,
-            is_async=True,
-        )
+        if not EARLY:
+            mbarrier.wait(ready.index(0), phase)
+            even_best = bests.index(0).load(HEADS)
+            shrink = gl.exp2(best - even_best)
+            sums = sums * gl.convert_layout(shrink, OUT_HEADS)[:, None]
+            values = latents.index(even).slice(HALF_DIM, HALF_DIM, dim=1)
+            sums = warpgroup_mma(ropes.index(even), values, sums, is_async=True)
         best = gl.maximum(even_best, gl.max(score, axis=1) * rate)
         weight = gl.exp2(score * rate - best[:, None])
         ropes.index(odd).store(weight.to(ropes.dtype))
@@ -171,17 +192,13 @@ def _right(
         mbarrier.arrive(ready.index(1), count=1)
         last = gl.exp2(even_best - best)
         total = total * (shrink * last) + gl.sum(counted(weight, shift, 0, FP8), axis=1)
-        sums = warpgroup_mma_wait(0, deps=[sums])
-        gl.thread_barrier()
-        mbarrier.arrive(empty.index(0), count=1)
-
+        if not EARLY:
+            sums = warpgroup_mma_wait(0, deps=[sums])
+            gl.thread_barrier()
+            mbarrier.arrive(empty.index(0), count=1)
         sums = sums * gl.convert_layout(last, OUT_HEADS)[:, None]
-        sums = warpgroup_mma(
-            ropes.index(odd),
-            latents.index(odd).slice(HALF_DIM, HALF_DIM, dim=1),
-            sums,
-            is_async=True,
-        )
+        values = latents.index(odd).slice(HALF_DIM, HALF_DIM, dim=1)
+        sums = warpgroup_mma(ropes.index(odd), values, sums, is_async=True)
         sums = warpgroup_mma_wait(0, deps=[sums])
         gl.thread_barrier()
         mbarrier.arrive(empty.index(1), count=1)
@@ -198,7 +215,7 @@ def _right(
 @gluon.jit
 def _store(
     sums, total, best, sinks, out, lse, row, head_block, rows_stride, HEADS: gl.constexpr,
-    OUT: gl.constexpr, FIRST_DIM: gl.constexpr, H: gl.constexpr, SPLIT: gl.constexpr,
+    OUT: gl.constexpr, FIRST_DIM: gl.constexpr, H, SPLIT: gl.constexpr,
     HAS_SINKS: gl.constexpr,
 ):  # fmt: skip
     """Half of the output's dims, and with the first half lse."""
@@ -215,22 +232,22 @@ def _store(
     gl.store(pointers, sums.to(out.dtype.element_ty), mask=(head < H)[:, None])
 
 
-@gluon.jit(do_not_specialize=["K", "slots_stride", "rows_stride", "splits"])
+@gluon.jit(do_not_specialize=["K", "slots_stride", "rows_stride", "splits", "H"])
 def attend_wide(
     q, kv, slots, sinks, out, lse, K, slots_stride, rows_stride, splits, scale, cap,
-    H: gl.constexpr, W: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_N: gl.constexpr,
-    BLOCK_SCAN: gl.constexpr, SPLIT: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_CAP: gl.constexpr,
-    FP8: gl.constexpr, REGISTERS: gl.constexpr,
+    H, W: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_N: gl.constexpr,
+    SPLIT: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_CAP: gl.constexpr,
+    FP8: gl.constexpr, GROUPS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    HEAD_BLOCKS: gl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
+    head_blocks = (H + BLOCK_H - 1) // BLOCK_H
     OPERAND: gl.constexpr = gl.float16 if FP8 else q.dtype.element_ty
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     program = gl.program_id(0)
-    head_block = program % HEAD_BLOCKS
-    row = (program // HEAD_BLOCKS).to(gl.int64)
+    head_block = program % head_blocks
+    row = (program // head_blocks).to(gl.int64)
     slots += row * slots_stride
-    begin, end = places(slots, K, splits, BLOCK_N, BLOCK_SCAN, SPLIT, 4)
+    begin, end = places(slots, K, splits, BLOCK_N, SPLIT)
     # An odd tile past the end holds no slots.
     pairs = (end - begin + 2 * BLOCK_N - 1) // (2 * BLOCK_N)
     tiles = 2 * pairs
@@ -248,7 +265,7 @@ def attend_wide(
     loaded = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(loaded, count=1)
     for stage in gl.static_range(2):
-        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(full.index(stage), count=1 if FP8 else COPIED)
         mbarrier.init(empty.index(stage), count=2)
         mbarrier.init(ready.index(stage), count=1)
     q_latent = gl.allocate_shared_memory(OPERAND, [1, BLOCK_H, LATENT_DIM], SHARED)
@@ -263,7 +280,8 @@ def attend_wide(
                          empty, ready, loaded, H, SPLIT, HAS_SINKS, HAS_CAP, FP8)),
                 (_right, (sinks, out, lse, row, head_block, pairs, rows_stride, scale, cap,
                           q_latent, q_rope, stretches, latents, ropes, shifts, bests, sides, full,
-                          empty, ready, loaded, H, SPLIT, HAS_SINKS, HAS_CAP, FP8)),
+                          empty, ready, loaded, H, GROUPS == 3, SPLIT, HAS_SINKS, HAS_CAP,
+                          FP8)),
                 (gather, (kv, slots, begin, tiles, end, latents, ropes, shifts, full, empty, W // 4,
                           BLOCK_N, 0, 2, FP8)),
             ],
@@ -277,7 +295,8 @@ def attend_wide(
                          empty, ready, loaded, H, SPLIT, HAS_SINKS, HAS_CAP, FP8)),
                 (_right, (sinks, out, lse, row, head_block, pairs, rows_stride, scale, cap,
                           q_latent, q_rope, stretches, latents, ropes, shifts, bests, sides, full,
-                          empty, ready, loaded, H, SPLIT, HAS_SINKS, HAS_CAP, FP8)),
+                          empty, ready, loaded, H, GROUPS == 3, SPLIT, HAS_SINKS, HAS_CAP,
+                          FP8)),
                 (copy, (kv, slots, begin, tiles, end, latents, ropes, shifts, full, empty, W,
                         BLOCK_N)),
             ],

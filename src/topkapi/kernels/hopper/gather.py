@@ -7,14 +7,16 @@ A gathering partition owns some tokens of every tile of a row's slots. It waits 
                                      times 2^shift are the record's
     shifts  [N] int32: that power of two, 0 where records are not fp8; `ABSENT` where no slot is
 
-and holds zeros where there is no slot, so that whatever lies in slot 0 does not matter.
+and holds zeros where there is no slot, so that whatever lies in slot 0 does not matter. Whoever
+waits for it makes it visible to the matrix unit (`fence_async_shared`): in a gathering warp that
+fence would wait for the loads under way.
 
 fp8 records are dequantised on the way, in two instructions for two values: e4m3 to fp16 is exact,
 and one fp16 product scales by `scale / 2^shift`. fp16 keeps 11 bits of that,
 where bf16 would keep 8.
 
-What is loaded waits in registers until its buffer is empty: with two buffers of shared memory that
-is a third one. `copy` instead writes to shared memory as records arrive, and takes few registers.
+What `gather` loads waits in registers until its buffer is empty. `copy`, for records that need no
+work, writes to shared memory as they arrive.
 """
 
 from __future__ import annotations
@@ -23,13 +25,19 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+)
 
 LATENT_DIM = tl.constexpr(512)
 ROPE_DIM = tl.constexpr(64)
 GROUP_DIM = tl.constexpr(128)
 GROUPS = tl.constexpr(4)
 ABSENT = tl.constexpr(-10000)
+# Signals that make a tile full: those of `copy`, whose 128 threads signal for themselves.
+COPIED = tl.constexpr(129)
+# Slots that a program looks at in one go for the last one of its row.
+SCANNED = tl.constexpr(2048)
 # Magnitudes all below 2^LEAST count as zeros; fp16 overflows where they are far above 2^MOST.
 LEAST = tl.constexpr(-60)
 MOST = tl.constexpr(120)
@@ -60,16 +68,15 @@ def exponent_of(value):
 
 
 @gluon.jit
-def places(slots, K, splits, BLOCK_N: gl.constexpr, BLOCK_SCAN: gl.constexpr, SPLIT: gl.constexpr,
-           WARPS: gl.constexpr):  # fmt: skip
+def places(slots, K, splits, BLOCK_N: gl.constexpr, SPLIT: gl.constexpr):
     """Where this program's share of a row's slots begins and ends.
 
     A row ends after its last slot that is not -1: padding at the end costs nothing.
     """
-    SCAN: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    SCAN: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     end = 0
-    for first in range(0, K, BLOCK_SCAN):
-        place = first + gl.arange(0, BLOCK_SCAN, layout=SCAN)
+    for first in range(0, K, SCANNED):
+        place = first + gl.arange(0, SCANNED, layout=SCAN)
         slot = gl.load(slots + place, mask=place < K, other=-1)
         end = gl.maximum(end, gl.max(gl.where(slot >= 0, place + 1, 0), axis=0))
     begin = 0
@@ -171,7 +178,11 @@ def gather(
     kv, slots, begin, tiles, end, latents, ropes, shifts, full, empty, RECORD: gl.constexpr,
     N: gl.constexpr, FIRST: gl.constexpr, HALVES: gl.constexpr, FP8: gl.constexpr,
 ):  # fmt: skip
-    """Fill the half of every tile that begins at token FIRST, or both halves, through registers."""
+    """Fill the half of every tile that begins at token FIRST, or both halves, through registers.
+
+    One half: the next tile's is loaded before this one is stored, so that loads are always under
+    way, for twice the registers. Two halves: each is loaded anew once it is stored.
+    """
     WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
     HALF: gl.constexpr = N // 2
     latents = latents._reinterpret(gl.int32, [2, N, LATENT_DIM // 2], WORDS)
@@ -187,32 +198,32 @@ def gather(
     for tile in range(0, tiles):
         stage = tile % 2
         following = begin + (tile + 2) * N
+        if HALVES == 1:
+            next_latent, next_scale, next_rope = _fetch(kv, next_slot, RECORD, FP8)
         mbarrier.wait(empty.index(stage), ((tile // 2) & 1) ^ 1)
         _fill(
             slot, latent, scale, rope, latents.index(stage).slice(FIRST, HALF, dim=0),
             ropes.index(stage).slice(FIRST, HALF, dim=0),
             shifts.index(stage).slice(FIRST, HALF, dim=0), FP8,
         )  # fmt: skip
-        if HALVES == 2:
+        if HALVES == 1:
+            latent, scale, rope = next_latent, next_scale, next_rope
+        else:
             latent, scale, rope = _fetch(kv, next_slot, RECORD, FP8)
-            slot = next_slot
-            next_slot = _slots_at(slots, following, end, HALF)
+        slot = next_slot
+        next_slot = _slots_at(slots, following, end, HALF)
+        if HALVES == 2:
             _fill(
                 slot_b, latent_b, scale_b, rope_b, latents.index(stage).slice(HALF, HALF, dim=0),
                 ropes.index(stage).slice(HALF, HALF, dim=0),
                 shifts.index(stage).slice(HALF, HALF, dim=0), FP8,
             )  # fmt: skip
-        fence_async_shared()
         gl.thread_barrier()
         mbarrier.arrive(full.index(stage), count=1)
         if HALVES == 2:
             latent_b, scale_b, rope_b = _fetch(kv, next_slot_b, RECORD, FP8)
             slot_b = next_slot_b
             next_slot_b = _slots_at(slots, following + HALF, end, HALF)
-        else:
-            latent, scale, rope = _fetch(kv, next_slot, RECORD, FP8)
-            slot = next_slot
-            next_slot = _slots_at(slots, following, end, HALF)
 
 
 @gluon.jit
@@ -220,7 +231,11 @@ def copy(
     kv, slots, begin, tiles, end, latents, ropes, shifts, full, empty, W: gl.constexpr,
     N: gl.constexpr,
 ):  # fmt: skip
-    """Fill every tile with records in q's dtype: asynchronous copies, 16 bytes each."""
+    """Fill every tile with records in q's dtype by asynchronous copies, 16 bytes each.
+
+    Waits for none of them: each thread's last one signals, and one more signal says that `shifts`
+    are written.
+    """
     ROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     slot = _slots_at(slots, begin, end, N)
     for tile in range(0, tiles):
@@ -238,10 +253,8 @@ def copy(
         async_copy.async_copy_global_to_shared(
             ropes.index(stage), record + rope_dim[None, :], mask=valid
         )
-        async_copy.commit_group()
+        async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
         shifts.index(stage).store(gl.where(slot >= 0, 0, ABSENT))
-        async_copy.wait_group(0)
-        fence_async_shared()
         gl.thread_barrier()
         mbarrier.arrive(full.index(stage), count=1)
         slot = next_slot

@@ -32,7 +32,15 @@ LOWEST = tl.constexpr(-1.0e30)
 
 
 @gluon.jit
-def _dims(q, row, head_block, H: gl.constexpr, BLOCK_H: gl.constexpr, FIRST: gl.constexpr,
+def zero_unseen(anything):
+    """0, unknown to the compiler: operands at constant places would be kept in registers."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, 0;", "=r,r", [anything], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _dims(q, row, head_block, H, BLOCK_H: gl.constexpr, FIRST: gl.constexpr,
           DIMS: gl.constexpr, WARPS: gl.constexpr):  # fmt: skip
     """Dims `FIRST : FIRST + DIMS` of BLOCK_H heads; zero past H."""
     ROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
@@ -44,7 +52,7 @@ def _dims(q, row, head_block, H: gl.constexpr, BLOCK_H: gl.constexpr, FIRST: gl.
 
 
 @gluon.jit
-def load_query(q, row, head_block, latent, rope, stretches, H: gl.constexpr, FP8: gl.constexpr,
+def load_query(q, row, head_block, latent, rope, stretches, H, FP8: gl.constexpr,
                WARPS: gl.constexpr):  # fmt: skip
     """The heads' query into shared memory: `latent [BLOCK_H, 512]`, `rope [BLOCK_H, 64]`.
 
@@ -103,7 +111,7 @@ def counted(weight, shift, HEAD: gl.constexpr, FP8: gl.constexpr):
 
 
 @gluon.jit
-def close(total, best, sinks, head, H: gl.constexpr, SPLIT: gl.constexpr,
+def close(total, best, sinks, head, H, SPLIT: gl.constexpr,
           HAS_SINKS: gl.constexpr):  # fmt: skip
     """What sums are to be multiplied by, and lse (in powers of two where the row is split)."""
     seen = total != 0.0

@@ -26,11 +26,12 @@ TOKENS = 64
 
 @dataclass(frozen=True)
 class Tile:
-    """How the work is cut: heads a program, and registers of a thread that gathers (below 64
-    heads) or computes (64 heads).
+    """How the work is cut: heads a program, warp groups that compute, and registers of a thread
+    that gathers (below 64 heads; 64 heads: that computes).
     """
 
     heads: int
+    groups: int
     registers: int
 
 
@@ -38,8 +39,9 @@ def choose_tile(heads: int, fp8: bool) -> Tile:
     """The launch configuration for `heads` heads."""
     block = min(64, max(16, triton.next_power_of_2(heads)))
     if block == 64:
-        return Tile(64, 200 if fp8 else 208)
-    return Tile(block, 152)
+        return Tile(64, 2, 200 if fp8 else 208)
+    # 32 heads are 128 sums a thread, too many for two groups.
+    return Tile(16, 2, 128) if block == 16 else Tile(32, 1, 152)
 
 
 def choose_splits(
@@ -101,11 +103,10 @@ def sparse_mla(
     attend = attend_wide if tile.heads == 64 else attend_narrow
     attend[(rows * triton.cdiv(heads, tile.heads), splits)](
         q, kv_cache, slots, lse if sinks is None else sinks, target, target_lse,
-        slots.shape[1], slots.stride(0), rows * heads, splits, scale, logit_cap,
-        H=heads, W=kv_cache.stride(0), BLOCK_H=tile.heads, BLOCK_N=TOKENS,
-        BLOCK_SCAN=min(2048, max(256, triton.next_power_of_2(slots.shape[1]))),
+        slots.shape[1], slots.stride(0), rows * heads, splits, scale, logit_cap, heads,
+        W=kv_cache.stride(0), BLOCK_H=tile.heads, BLOCK_N=TOKENS,
         SPLIT=splits > 1, HAS_SINKS=sinks is not None, HAS_CAP=logit_cap > 0, FP8=fp8,
-        REGISTERS=tile.registers, num_warps=4,
+        GROUPS=tile.groups, REGISTERS=tile.registers, num_warps=4,
     )  # fmt: skip
     if splits > 1:
         portable.combine(target, target_lse, sinks, out, lse, early=True)
