@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
 from attention.world import CONFIG, Stream, World, concat, make_stream, parts_of, run_layer
 from tolerances import OUTPUT, assert_close
-from topkapi.attention import ForwardBatch, ForwardMode, SpecInfo
+from topkapi.attention import ForwardBatch, ForwardMode, SpecInfo, layer_forward
 
 GPU = pytest.param(
     "cuda",
@@ -130,6 +130,43 @@ def test_replays_compute_each_batch(
         want = plain.step(streams, q_lens, kv_lens, mode)
         assert_close(f"{kv_lens}", out[: len(want)], want, OUTPUT[torch.float32])
         assert not out[len(want) :].any()
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+def test_a_table_no_wider_than_k(device: str) -> None:
+    """Nothing is scored, and what everything is must be found by the graph, not by its warm-up."""
+    config = replace(CONFIG, index_topk=192)
+    static, plain = (World(config=config, device=device) for _ in range(2))
+    streams = [make_stream(CONFIG, LENGTH, seed=b) for b in range(SIZE)]
+    for world in (static, plain):
+        world.step(streams, (LENGTH,) * SIZE, (LENGTH,) * SIZE, ForwardMode.EXTEND)
+    engine = Engine(static, ForwardMode.DECODE, 1)
+    for kv_lens in STEPS:
+        q_lens = (1,) * len(kv_lens)
+        part = parts_of(streams, q_lens, kv_lens).to(device)
+        out = engine.step(static.batch(ForwardMode.DECODE, q_lens, kv_lens), part)
+        want = plain.step(streams, q_lens, kv_lens, ForwardMode.DECODE)
+        assert_close(f"{kv_lens}", out[: len(want)], want, OUTPUT[torch.float32])
+
+
+def test_a_capture_makes_anew_what_a_warm_up_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    backend = world.backend
+    ones = torch.ones(SIZE, dtype=torch.int64)
+    backend.init_cuda_graph_state(SIZE, SIZE)
+    backend.init_forward_metadata_capture_cuda_graph(
+        SIZE, SIZE, ones, ones, None, ForwardMode.DECODE, None
+    )
+    warm = backend.metadata
+    warm.selection.slots = torch.zeros(SIZE, 8, dtype=torch.int32)
+    warm.page_table_1.fill_(7)
+    assert backend.metadata is warm
+    monkeypatch.setattr(layer_forward, "_is_capturing", lambda device: True)
+    captured = backend.metadata
+    assert backend.metadata is captured
+    assert captured.buffers is warm.buffers
+    assert captured.selection.slots is None
+    assert not (captured.page_table_1 == 7).any()
 
 
 @pytest.mark.parametrize("device", [GPU])

@@ -48,6 +48,8 @@ class LayerForward:
         """The current step's metadata. Raises `ConfigError` before `init_forward_metadata`."""
         if self.forward_metadata is None:
             raise ConfigError("no metadata yet: call init_forward_metadata(batch) before a forward")
+        if not self.forward_metadata.captured and _is_capturing(self.device):
+            self.forward_metadata = self.forward_metadata.for_capture()
         return self.forward_metadata
 
     def get_indexer_metadata(self, layer_id: int, batch: ForwardBatch) -> NSAIndexerMetadata:
@@ -310,6 +312,10 @@ class LayerForward:
             places = torch.arange(part.numel(), device=part.device).view(part.shape)
             parts.append(attend(part_q, selected[:, None], torch.where(part < 0, -1, places)))
         return torch.cat(parts)
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _queries(q: torch.Tensor, q_rope: torch.Tensor | None, layer: AttentionLayer) -> torch.Tensor:

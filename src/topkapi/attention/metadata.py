@@ -6,7 +6,7 @@ only some peer kernel reads are built when asked for. Knows no layers and no cac
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -42,6 +42,7 @@ class NSAMetadata:
         req_to_token: `[requests, max_context]` int32.
         buffers: the step's tensors.
         selection: what the last full layer of this step selected.
+        captured: a graph is captured over it.
     """
 
     page_size: int
@@ -53,6 +54,13 @@ class NSAMetadata:
     buffers: StepBuffers
     nsa_max_seqlen_q: int = 1
     selection: StepSelection = field(default_factory=StepSelection)
+    captured: bool = False
+
+    def for_capture(self) -> NSAMetadata:
+        """The same step over the same buffers, without what layers have made of it on their way (a
+        selection, wide tables): a graph must make that itself, or it would read a warm-up's.
+        """
+        return replace(self, selection=StepSelection(), captured=True)
 
     @property
     def num_rows(self) -> int:
