@@ -5,7 +5,7 @@ A contender is a name, a role and a call. Knows nothing of clocks.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from topkapi import ops
+from topkapi.bench.bare import bare_call
 from topkapi.bench.cases import BenchCase
 from topkapi.bench.check import WRITTEN, Tensors
 from topkapi.bench.clock import Call
@@ -27,14 +28,16 @@ _PLAIN = "torch"
 
 @dataclass(frozen=True)
 class Contender:
-    """`call()` gives the answer. `role` is `ours`, `peer`, or `baseline` for plain torch. Not
-    `exact`: its selections may come in any order, and choose among equals as they like.
+    """`call()` gives the answer. `role` is `ours`, `peer`, `bare` for a peer's own call, or
+    `baseline` for plain torch. Not `exact`: its selections may come in any order, and choose among
+    equals as they like. `finish` makes of the answer what can be judged, and is not timed.
     """
 
     name: str
     role: str
     call: Call
     exact: bool = True
+    finish: Callable[[Any], Any] = lambda result: result
 
 
 def check_names(option: str, names: Collection[str]) -> None:
@@ -66,6 +69,11 @@ def contenders(
             call = partial(getattr(ops, case.op), **arguments, **step, kernel=kernel.name)
             role = "peer" if kernel.peer else "ours"
             yield Contender(kernel.name, role, call, kernel.exact)
+        if wanted and kernel.peer:
+            bare = bare_call(kernel.name, case, arguments)
+            if bare is not None:
+                name = f"{kernel.name}, bare"
+                yield Contender(name, "bare", bare.call, exact=False, finish=bare.finish)
     if ("all" in vs or TORCH_TOPK in vs) and TORCH_TOPK not in without:
         yield from _baselines(case, arguments, device)
 
@@ -99,7 +107,7 @@ def answer(case: BenchCase, contender: Contender, arguments: Arguments) -> Tenso
         arguments[written].zero_()
         contender.call()
         return (arguments[written].clone(),)
-    result: Any = contender.call()
+    result: Any = contender.finish(contender.call())
     return result if isinstance(result, tuple) else (result,)
 
 
