@@ -15,7 +15,7 @@ BLOCK = 1024
 
 
 @triton.jit
-def _compact(slots, table, counts, width, stride, BLOCK: tl.constexpr):  # noqa: N803
+def _compact(slots, table, counts, width, stride, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     count = tl.zeros((), tl.int32)

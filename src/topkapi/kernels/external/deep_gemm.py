@@ -77,12 +77,11 @@ def indexer_logits(
     `peer` stands in for the installed package, for tests. Temporaries beside the result: the keys
     of every request as `[B * max_length, 132]` bytes, or in decode `[R, pages]` int32.
     """
-    out = q.new_empty(q.shape[0], context.max_length, dtype=torch.float32)
+    if q.shape[0] == 0 or context.max_length == 0:
+        return q.new_empty(q.shape[0], context.max_length, dtype=torch.float32)
     unbounded = 2**62
-    for part, logits in _blocks(q, weights, index_cache, context, unbounded, peer):
-        out[part].copy_(logits)
-    outside = torch.arange(context.max_length, device=q.device) >= context.lengths[:, None]
-    return out.masked_fill_(outside, float("-inf"))
+    ((_, logits),) = _blocks(q, weights, index_cache, context, unbounded, peer, fill=True)
+    return logits
 
 
 def select(
@@ -102,7 +101,8 @@ def select(
     """
     out = torch.empty(q.shape[0], k, dtype=torch.int32, device=q.device)
     topk = _topk(q, k)
-    for part, logits in _blocks(q, weights, index_cache, context, budget_bytes, peer):
+    blocks = _blocks(q, weights, index_cache, context, budget_bytes, peer, fill=False)
+    for part, logits in blocks:
         out[part] = topk(logits, context.lengths[part], k)
     return context.slots(out) if output == "slots" else out
 
@@ -126,8 +126,10 @@ def _blocks(
     context: Context,
     budget_bytes: int,
     peer: Scoring | None,
+    *,
+    fill: bool,
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Rows and their logits `[n, max_length]`, garbage past each row's length."""
+    """Rows and their logits `[n, max_length]`, past each length -inf with `fill`, else garbage."""
     peer = peer or loaded(PROVIDERS).call
     rows, width = q.shape[0], context.max_length
     if rows == 0 or width == 0:
@@ -144,13 +146,60 @@ def _blocks(
     for first in range(0, rows, step):
         part = slice(first, min(first + step, rows))
         score = _paged if paged else _ragged
-        yield part, score(peer, q[part], weights[part], index_cache, context, part)[:, :width]
+        logits, pages, scales = score(peer, q[part], weights[part], index_cache, context, part)
+        logits = logits[:, :width]
+        _finish(logits, context.lengths[part], pages, scales, fill)
+        yield part, logits
+
+
+def _launches(q: torch.Tensor) -> bool:
+    return q.is_cuda and device_info(q.device).has_triton
 
 
 def _spoiled(q: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """`weights [R, Hi]` fp32, NaN where `q [R, Hi, Di]` e4m3 has one."""
+    if _launches(q):
+        from topkapi.kernels.external.deep_gemm_edges import spoiled_weights
+
+        return spoiled_weights(q, weights)
     nan = ((q.view(torch.uint8) & 0x7F) == 0x7F).any(-1)
     return weights.masked_fill(nan, float("nan"))
+
+
+def _finish(
+    logits: torch.Tensor,
+    lengths: torch.Tensor,
+    pages: torch.Tensor | None,
+    scales: torch.Tensor | None,
+    fill: bool,
+) -> None:
+    """Mend `logits [n, width]` in place; see `deep_gemm_edges.finish`."""
+    if _launches(logits):
+        from topkapi.kernels.external.deep_gemm_edges import finish
+
+        finish(logits, lengths, SPOILED, fill=fill, pages=pages, scales=scales)
+        return
+    if pages is not None and scales is not None:
+        spoiled = (scales[pages.long()] >= SPOILED).flatten(1)[:, : logits.shape[1]]
+        logits.masked_fill_(spoiled, float("nan"))
+    if fill:
+        outside = torch.arange(logits.shape[1], device=logits.device) >= lengths[:, None]
+        logits.masked_fill_(outside, float("-inf"))
+
+
+def _page_table(context: Context, part: slice) -> torch.Tensor:
+    """Pages `[n, ceil(max_length / 64)]` int32; page 0, which is always there, past each length."""
+    assert context.table is not None
+    assert context.table_rows is not None
+    if _launches(context.table):
+        from topkapi.kernels.external.deep_gemm_edges import page_table
+
+        return page_table(context, part, PAGE)
+    row_of_table = context.table_rows[context.request_of_row[part].long()]
+    first = context.table[:, 0 : context.max_length : PAGE][row_of_table]
+    column = torch.arange(0, context.max_length, PAGE, device=first.device)
+    unused = column >= context.lengths[part][:, None]
+    return first.masked_fill(unused, 0).div(PAGE, rounding_mode="floor").to(torch.int32)
 
 
 def _rows_at_once(rows: int, context: Context, dims: int, budget_bytes: int, paged: bool) -> int:
@@ -158,7 +207,7 @@ def _rows_at_once(rows: int, context: Context, dims: int, budget_bytes: int, pag
 
     n rows belong to at most n requests, and to no more than there are (one more with padding).
     """
-    logits = (9 if paged else 4) * (context.max_length + 2 * ALIGNMENT)
+    logits = 4 * (context.max_length + 2 * ALIGNMENT)
     keys = 0 if paged else (dims + 12) * (context.max_length + ALIGNMENT)
     together = (budget_bytes - (context.num_requests + 1) * keys) // logits
     alone = budget_bytes // (logits + keys)
@@ -172,22 +221,13 @@ def _paged(
     index_cache: torch.Tensor,
     context: Context,
     part: slice,
-) -> torch.Tensor:
-    assert context.table is not None
-    assert context.table_rows is not None
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     lengths = context.lengths[part].to(torch.int32)[:, None].contiguous()
-    row_of_table = context.table_rows[context.request_of_row[part].long()]
-    pages = context.table[:, 0 : context.max_length : PAGE][row_of_table].div(
-        PAGE, rounding_mode="floor"
-    )
-    # Entries past a row's length may hold anything; page 0 is the dummy, and always there.
-    unused = torch.arange(0, context.max_length, PAGE, device=q.device) >= lengths
-    table = pages.masked_fill_(unused, 0).to(torch.int32)
-    cache = index_cache.view(index_cache.shape[0], PAGE, 1, -1)
+    table = _page_table(context, part)
     schedule = peer.schedule(lengths, PAGE, device_info(q.device).num_sms)
     logits = peer.paged(
         q[:, None].contiguous(),
-        cache,
+        index_cache.view(index_cache.shape[0], PAGE, 1, -1),
         weights.contiguous(),
         lengths,
         table,
@@ -195,9 +235,7 @@ def _paged(
         table.shape[1] * PAGE,
         clean_logits=False,
     )
-    _, scales = fp8_page_views(index_cache, q.shape[2], PAGE)
-    spoiled = scales.index_select(0, table.flatten()) >= SPOILED
-    return logits.masked_fill_(spoiled.view(logits.shape), float("nan"))
+    return logits, table, fp8_page_views(index_cache, q.shape[2], PAGE)[1]
 
 
 def _ragged(
@@ -207,7 +245,7 @@ def _ragged(
     index_cache: torch.Tensor,
     context: Context,
     part: slice,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     lengths = context.lengths[part].to(torch.int32)
     request_of_row = context.request_of_row[part].long()
     changes = request_of_row[1:] != request_of_row[:-1]
@@ -220,7 +258,7 @@ def _ragged(
     width = -(-context.max_length // ALIGNMENT) * ALIGNMENT
     keys = _gather_keys(index_cache, q.shape[2], context, requests, longest, width)
     begins = (local * width).to(torch.int32)
-    return peer.ragged(
+    logits = peer.ragged(
         q.contiguous(),
         keys,
         weights.contiguous(),
@@ -229,6 +267,7 @@ def _ragged(
         clean_logits=False,
         max_seqlen_k=width,
     )
+    return logits, None, None
 
 
 def _gather_keys(
@@ -256,7 +295,8 @@ def _gather_keys(
     keys, scales = fp8_page_views(index_cache, dims, page_size)
     scale = scales[page, offset]
     scale = scale.masked_fill_(scale >= SPOILED, float("nan"))
-    return keys.view(torch.uint8)[page, offset].view(torch.float8_e4m3fn), scale
+    # Four codes at a time: a page, and a key, is a whole number of 32-bit words.
+    return keys.view(torch.int32)[page, offset].view(torch.float8_e4m3fn), scale
 
 
 def _refuse(problem: Problem) -> str | None:

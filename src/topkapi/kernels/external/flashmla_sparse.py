@@ -2,10 +2,9 @@
 
     out, lse = softmax over the slots of each row; -1 is skipped wherever it stands
 
-Its quirks: a fixed set of head counts (64 and 128, vLLM's build 8 to 128), filled up with zero
-heads; selections of whole tiles, filled up with -1; an lse of +inf for a row without slots, and to
-base 2 in SGLang's build; bf16 records alone, so that of an fp8 cache only what is selected is
-dequantised, row block by row block within the budget.
+Its quirks: 64 or 128 heads, filled up with zero heads; selections of whole tiles, filled up with
+-1; an lse of +inf for a row without slots, and to base 2 in SGLang's build; bf16 records alone, so
+that of an fp8 cache only what is selected is dequantised, row block by row block within the budget.
 """
 
 from __future__ import annotations
@@ -78,8 +77,10 @@ def _sgl_kernel() -> Prefill:
 
 
 def _vllm() -> Prefill:
+    # Its kernels for 8, 16 and 32 heads are slower than 64 heads of which most are zero: 2663
+    # against 2156 us for 4096 rows of 16 heads, 194 against 70 for one row (H200, 2026-11-30).
     load_library("vllm", "_flashmla_C*.so")
-    return Prefill(_raw(torch.ops._flashmla_C.sparse_prefill_fwd, (None,)), (8, 16, 32, 64, 128))
+    return Prefill(_raw(torch.ops._flashmla_C.sparse_prefill_fwd, (None,)), (64, 128))
 
 
 def _raw(operator: Callable[..., list[torch.Tensor]], rest: tuple[None, ...]) -> Call:
