@@ -26,8 +26,8 @@ pytestmark = [
 
 MOST_CONTEXT = 16384
 QUERIES = {ForwardMode.DECODE: 1, ForwardMode.TARGET_VERIFY: 4}
-# One context on each side of every power of two and of k, and few of them in one batch.
-CONTEXTS = (65, 300, 600, 1100, 2049, 4100, 8200, MOST_CONTEXT)
+# Every width of a selection, which grows by 64 up to k, and contexts longer than k.
+CONTEXTS = (*range(64, 2049, 64), 2049, 4100, 8200, MOST_CONTEXT)
 
 
 def kernels() -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -157,18 +158,36 @@ def test_real_sizes_generate_beyond_k(real: Any, kv_cache_dtype: str) -> None:
         topkapi.detach(real)
 
 
-@pytest.mark.parametrize(("kv_cache_dtype", "least"), [("bf16", 0.99), ("fp8", 0.97)])
-def test_real_sizes_agree_with_transformers(real: Any, kv_cache_dtype: str, least: float) -> None:
-    """Logits behind k tokens, against Transformers' own dense computation of the same model."""
+@pytest.fixture(scope="module")
+def exact(real: Any) -> torch.Tensor:
+    """Logits of the same weights in fp32, by Transformers' own dense computation."""
+    precise = copy.deepcopy(real).float()
+    return last_logits(precise)
+
+
+@torch.no_grad()
+def last_logits(model: Any) -> torch.Tensor:
+    """Logits `[400, V]` fp32 of tokens that have more than k before them."""
     ids = torch.tensor(random_prompts(2600), device="cuda")
-    last = {"use_cache": False, "logits_to_keep": 400}
-    with torch.no_grad():
-        want = real(input_ids=ids, **last).logits.float().flatten()
-        topkapi.attach(real, kv_cache_dtype=kv_cache_dtype, **TRITON)
-        try:
-            got = real(input_ids=ids, **last).logits.float().flatten()
-        finally:
-            topkapi.detach(real)
-    similarity = float(torch.corrcoef(torch.stack((got, want)))[0, 1])
-    print(f"{kv_cache_dtype}: correlation {similarity:.5f}")
-    assert similarity > least
+    out = model(input_ids=ids, use_cache=False, logits_to_keep=400)
+    return out.logits[0].float()
+
+
+@pytest.mark.parametrize(("kv_cache_dtype", "factor"), [("bf16", 1.2), ("fp8", 3.0)])
+def test_real_sizes_are_as_near_as_transformers(
+    real: Any, exact: torch.Tensor, kv_cache_dtype: str, factor: float
+) -> None:
+    """Against fp32, ours in bf16 is off as Transformers' own bf16 is: random weights turn the
+    rounding of hidden states into other selections. An fp8 cache adds its own.
+    """
+    theirs = (last_logits(real) - exact).abs().mean()
+    topkapi.attach(real, kv_cache_dtype=kv_cache_dtype, **TRITON)
+    try:
+        got = last_logits(real)
+    finally:
+        topkapi.detach(real)
+    ours = (got - exact).abs().mean()
+    pair = torch.stack((got.flatten(), exact.flatten()))
+    print(f"{kv_cache_dtype}: ours {ours:.4f}, theirs {theirs:.4f}, sd {exact.std():.3f}, "
+          f"correlation {torch.corrcoef(pair)[0, 1]:.4f}")  # fmt: skip
+    assert 0 < ours < factor * theirs

@@ -91,6 +91,8 @@ class Family:
         return model.to(DEVICE, dtype).eval().requires_grad_(False)
 
 
+# With these seeds no score at the border of a selection is within 1e-5 of the next one, over the
+# prompts of the tests: rounding, which is another on every device, selects the same.
 FAMILIES = (
     Family("deepseek_v32", "deepseek_v32", seed=10),
     Family(
@@ -99,7 +101,7 @@ FAMILIES = (
         seed=20,
         extra={"rope_parameters": YARN, "max_position_embeddings": 256},
     ),
-    Family("glm_full", "glm_moe_dsa", seed=30, extra={"indexer_types": ["full"] * 3}),
+    Family("glm_full", "glm_moe_dsa", seed=39, extra={"indexer_types": ["full"] * 3}),
     Family(
         "glm_shared",
         "glm_moe_dsa",

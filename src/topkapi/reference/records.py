@@ -76,7 +76,9 @@ def quantize_latent(latent: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
     padding = groups * LATENT_FP8.group - latent_dim
     grouped = torch.nn.functional.pad(latent.float(), (0, padding))
     grouped = grouped.view(tokens, groups, LATENT_FP8.group)
-    scales = (grouped.abs().amax(-1) / FP8_MAX).clamp_min(_SMALLEST_SCALE)
+    largest = grouped.abs().amax(-1)
+    # Not `/ FP8_MAX`: on a GPU torch would multiply by 1 / 448, which is another number.
+    scales = (largest / torch.full_like(largest, FP8_MAX)).clamp_min(_SMALLEST_SCALE)
     values = (grouped / scales[:, :, None]).to(torch.float8_e4m3fn).view(torch.uint8)
     parts = (
         values.view(tokens, groups * LATENT_FP8.group)[:, :latent_dim],

@@ -146,25 +146,24 @@ def choose_tile(
     """The launch configuration. `max_rows_per_request` tells prefill from decode; `itemsize` is of
     the products' operands; `fp8` says that keys are; `sm90` is what `fits_sm90` says.
     """
-    padded = triton.next_power_of_2(heads)
+    group = max(1, 64 // triton.next_power_of_2(heads))
     large = device.shared_memory >= 160 * 1024
+    if itemsize == 4:
+        # One kernel for any batch: fp32 products sum in another order in another's loop, and a row
+        # is to keep its bits.
+        return Tile(64, 64, group, 4, 2)
     if max_rows_per_request >= 32:
-        group = max(1, 64 // padded)
         if sm90 and itemsize == 2:
             return Tile(256, 256, 128 // heads, 8, 3, sm90=True)
         if large and itemsize == 1:
             return Tile(128, 256, 2 * group, 4, 3)
-        if large and itemsize == 2:
-            return Tile(128, 128, group, 4, 2)
-        return Tile(64 if itemsize == 4 else 128, 64, group, 4, 2)
-    group = max(1, 64 // padded)
-    if itemsize < 4:
-        # fp32 products keep their columns: with fewer they would sum in another order.
-        group = min(triton.next_power_of_2(max(1, max_rows_per_request)), group)
+        return Tile(128, 128 if large else 64, group, 4, 2)
+    group = min(triton.next_power_of_2(max(1, max_rows_per_request)), group)
     if not fp8:
         return Tile(64, group, group, 4, 3 if large else 2, stream=True)
     if large and rows >= 4:
-        return Tile(128, group, group, 4, 4, stream=True)
+        narrow = itemsize > 1 or group * padded > 64
+        return Tile(128 if narrow else 256, group, group, 4, 4 if narrow else 3, stream=True)
     # A program has a tile or two: nothing to overlap with. Little memory has no room to.
     return Tile(64, group, group, 4, 1 if large or itemsize > 1 else 2, stream=True)
 
