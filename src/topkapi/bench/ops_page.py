@@ -65,7 +65,9 @@ def _facts(rows: Sequence[Row]) -> list[str]:
         "the JSON lines), kernels of one row measured in turn. `floor %` is of our fastest kernel; "
         "`over peer` is the best other kernel's time over ours: above 1 ours is faster. `overlap`: "
         "neighbouring queries select as much in common as the demo model's. `~` breaks ties by "
-        "chance, so that a selection need not be the same again.",
+        "chance, so that a selection need not be the same again. Peers run behind our contract: "
+        "heads filled up, selections sorted, columns outside a row's range at -inf; `bare` is the "
+        "peer's own call, without these, its inputs laid out beforehand.",
     ]
     return lines
 
