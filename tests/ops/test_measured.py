@@ -41,7 +41,11 @@ def test_rows_of_the_benchmark_become_a_table() -> None:
         row("flashmla_sparse", None),
         row("torch.topk", 1e-6, op="topk"),
         row("triton", 9e-6, op="topk"),
+        row("vllm", 8e-6, op="topk"),
         row("triton", 80e-6, op="select", query="e4m3", cache="fp8"),
+        row("deep_gemm", 81e-6, op="select", query="e4m3", cache="fp8"),
+        row("triton", 90e-6, op="select", requests=1, query="e4m3", cache="fp8"),
+        row("deep_gemm", 70e-6, op="select", requests=1, query="e4m3", cache="fp8"),
         row("triton", 90e-6, op="select", requests=1, cache="fp8"),
         {**row("triton", 1e-9), "bench": "serve"},
     ]
@@ -53,9 +57,11 @@ def test_rows_of_the_benchmark_become_a_table() -> None:
             # `torch` lacks a size that the others have, and is last whatever its time.
             Measured("sparse_mla", "bf16", "", "", 64, 0, 128, 2048,
                      (("fa3", 80.0), ("triton", 100.0), ("torch", 1.0))),
-            Measured("topk", "", "", "", 64, 65536, 0, 2048, (("triton", 9.0),)),
-            Measured("select", "fp8", "e4m3", "decode", 64, 65536, 64, 2048, (("triton", 80.0),)),
-            Measured("select", "fp8", "", "prefill", 64, 65536, 64, 2048, (("triton", 90.0),)),
+            Measured("topk", "", "", "", 64, 65536, 0, 2048, (("vllm", 8.0), ("triton", 9.0))),
+            Measured("select", "fp8", "e4m3", "decode", 64, 65536, 64, 2048,
+                     (("triton", 80.0), ("deep_gemm", 81.0))),
+            Measured("select", "fp8", "e4m3", "prefill", 64, 65536, 64, 2048,
+                     (("deep_gemm", 70.0), ("triton", 90.0))),
         ),
     )  # fmt: skip
     assert read_table(table.to_json()) == table

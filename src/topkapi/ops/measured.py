@@ -101,7 +101,8 @@ def read_table(text: str) -> Table:
 def table_from_rows(rows: Iterable[Mapping[str, Any]], kernels: Mapping[str, set[str]]) -> Table:
     """The table that rows of `topkapi bench ops` make; `kernels` names each operation's records.
 
-    Rows without a time (refused, failed, wrong) and contenders that are no record are left out.
+    Rows without a time (refused, failed, wrong) and contenders that are no record are left out, and
+    so are sizes at which one kernel was alone.
     Where an operation cannot know a measured size (the context, for `sparse_mla`), the times of its
     values are averaged, each size weighing the same. Raises `ValueError` for rows of two devices.
     """
@@ -118,7 +119,9 @@ def table_from_rows(rows: Iterable[Mapping[str, Any]], kernels: Mapping[str, set
     for row in timed:
         times = found.setdefault(_size(row["op"], row["size"]), {})
         times.setdefault(row["kernel"], []).append(row["seconds"]["p50"] * 1e6)
-    entries = [replace(size, kernels=_ordered(times)) for size, times in found.items()]
+    entries = [
+        replace(size, kernels=_ordered(times)) for size, times in found.items() if len(times) > 1
+    ]
     date = max((row["date"] for row in timed), default="")
     return Table(next(iter(devices), ""), date, tuple(entries))
 
