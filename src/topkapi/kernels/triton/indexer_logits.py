@@ -146,7 +146,8 @@ def choose_tile(
     """The launch configuration. `max_rows_per_request` tells prefill from decode; `itemsize` is of
     the products' operands; `fp8` says that keys are; `sm90` is what `fits_sm90` says.
     """
-    group = max(1, 64 // triton.next_power_of_2(heads))
+    padded = triton.next_power_of_2(heads)
+    group = max(1, 64 // padded)
     large = device.shared_memory >= 160 * 1024
     if itemsize == 4:
         # One kernel for any batch: fp32 products sum in another order in another's loop, and a row
