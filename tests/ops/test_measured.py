@@ -165,8 +165,6 @@ def test_options_know_the_names_of_the_records() -> None:
         known = {"auto"} | KERNELS[op]
         if option == "prefill_kernel":
             known.discard("aiter")
-        if op == "sparse_mla":
-            known.add("hopper")
         assert set(KERNEL_NAMES[option]) == known, option
 
 
