@@ -122,9 +122,10 @@ class Op:
         """What `auto` may take, in its order: those the table names, then our others.
 
         Inexact kernels are never among them, and peers only where the table names them. Depends on
-        the problem's static facts alone.
+        the problem's static facts alone, and on `rows` only where bits may depend on the batch.
         """
-        named = self.fastest(problem)
+        # Another kernel for another number of rows would give a row other bits.
+        named = () if "batch_invariant" in problem.features else self.fastest(problem)
         if not named:
             return self._ours
         rank = {name: place for place, name in enumerate(named)}

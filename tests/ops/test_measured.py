@@ -144,10 +144,12 @@ def test_an_inexact_kernel_runs_by_name_alone() -> None:
 
 
 def test_batch_invariance_is_asked_of_kernels_that_promise_it() -> None:
-    op = Op("sparse_mla", (kernel("fa3", peer=True), kernel("triton", batch_invariant=True)),
-            TABLE.fastest)  # fmt: skip
+    slow, triton = kernel("torch", batch_invariant=True), kernel("triton", batch_invariant=True)
+    op = Op("sparse_mla", (kernel("fa3", peer=True), slow, triton), TABLE.fastest)
     problem = replace(PROBLEM, features=frozenset({"batch_invariant"}))
-    assert op.choose(problem).name == "triton"
+    # One kernel for any number of rows: the table, which has another for 4096, is not asked.
+    assert op.choose(replace(problem, rows=4096)).name == op.choose(problem).name == "torch"
+    assert op.choose(replace(PROBLEM, rows=4096)).name == "triton"
     with pytest.raises(KernelRefusedError, match="fa3: a row's bits depend on its batch"):
         op.choose(problem, "fa3")
 
