@@ -83,7 +83,7 @@ def test_a_right_kernel_is_timed(case: BenchCase) -> None:
     row = rows["torch"]
     assert row["seconds"]["p20"] <= row["seconds"]["p50"] <= row["seconds"]["p80"]
     assert row["rounds"] == ops.MIN_ROUNDS
-    assert row["fraction"] == pytest.approx(row["floor_seconds"] / row["seconds"]["p50"])
+    assert row["fraction"] == pytest.approx(row["floor_seconds"] / row["seconds"]["p50"], rel=1e-4)
     assert row["timing"] == "wall clock"
 
 

@@ -77,11 +77,12 @@ def run(cases: Sequence[BenchCase], device: torch.device, plan: Plan) -> Iterato
     ceilings = measure_ceilings(device) if plan.timing else None
     for case in cases:
         row = {"bench": "ops", "case": case.name, "op": case.op, "group": case.group, **facts}
-        row |= {"size": case.facts()}
+        sizes_and_ceilings: dict[str, Any] = {"size": case.facts()}
         if ceilings:
-            row["ceilings"] = ceilings.facts()
+            sizes_and_ceilings["ceilings"] = ceilings.facts()
         for found in _measure(case, device, plan, ceilings):
-            yield {**row, **found}
+            # A refusal needs no figures to be read by, and there are many.
+            yield _rounded({**row, **({} if "refused" in found else sizes_and_ceilings), **found})
         if device.type == "cuda" and torch.cuda.memory_reserved(device) > _KEPT_BYTES:
             torch.cuda.empty_cache()
 
@@ -116,6 +117,13 @@ def _measure(
             row |= {"seconds": quantiles(times[name]), "rounds": len(times[name])}
             row |= {"timing": timed[name].how, "floor_seconds": floor}
     return compared(rows)
+
+
+def _rounded(value: Any) -> Any:
+    """Floats to six digits: more than any clock has."""
+    if isinstance(value, dict):
+        return {name: _rounded(item) for name, item in value.items()}
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def _judged(

@@ -96,7 +96,9 @@ def _plot_group(axis: Any, group: str, rows: Sequence[Row], kernels: Sequence[st
     for index, kernel in enumerate(kernels):
         mine = [row for row in rows if row["kernel"] == kernel]
         slow = [1 / row["fraction"] for row in mine]
-        _mark(axis, kernel, index, slow, [place[row["case"]] for row in mine])
+        # One below the other, so that equals do not hide each other.
+        lower = 0.5 * (index + 0.5) / len(kernels) - 0.25
+        _mark(axis, kernel, index, slow, [place[row["case"]] - lower for row in mine])
     axis.set_xscale("log")
     axis.axvline(1.0, color="black", linewidth=1)
     axis.set_yticks(list(place.values()), [_size(case) for case in place])
