@@ -26,8 +26,9 @@ from topkapi.kernels.hopper.gather import (
     COPIED,
     LATENT_DIM,
     ROPE_DIM,
+    ROWS,
     copy,
-    gather,
+    gather_half,
     places,
 )
 from topkapi.kernels.hopper.softmax import (
@@ -43,7 +44,7 @@ from topkapi.kernels.hopper.softmax import (
 @gluon.jit
 def _compute(
     sinks, out, lse, row, head_block, tiles, rows_stride, scale, cap, q_latent, q_rope, stretches,
-    latents, ropes, shifts, weights, bests, full, empty, ready, FIRST: gl.constexpr,
+    latents, ropes, tokens, weights, bests, full, empty, ready, FIRST: gl.constexpr,
     GROUPS: gl.constexpr, H, SPLIT: gl.constexpr, HAS_SINKS: gl.constexpr,
     HAS_CAP: gl.constexpr, FP8: gl.constexpr,
 ):  # fmt: skip
@@ -70,15 +71,14 @@ def _compute(
         rope = q_rope.index(origin).permute((1, 0))
         score = warpgroup_mma(ropes.index(stage), rope, zero, use_acc=False, is_async=True)
         score = warpgroup_mma(latent, q_latent.index(origin).permute((1, 0)), score, is_async=True)
-        shift = shifts.index(stage).load(gl.SliceLayout(1, SCORE))
         score = warpgroup_mma_wait(0, deps=[score])
-        score, rate = exponents(score, stretch, shift, scale, cap, 1, HAS_CAP, FP8)
+        score, rate = exponents(score, stretch, tokens, stage, scale, cap, 1, HAS_CAP, FP8)
         new_best = gl.maximum(best, gl.max(score, axis=0) * rate)
         weight = gl.exp2(score * rate - new_best[None, :])
         weights.store(weight.to(weights.dtype))
         shrink = gl.exp2(best - new_best)[None, :]
         best = new_best
-        totals = totals * shrink + counted(weight, shift, 1, FP8)
+        totals = totals * shrink + counted(weight, tokens, stage, 1, FP8)
         sums = sums * shrink
         fence_async_shared()
         gl.thread_barrier()
@@ -122,7 +122,7 @@ def _compute(
 @gluon.jit
 def _compute_first(
     q, sinks, out, lse, row, head_block, tiles, rows_stride, scale, cap, q_latent, q_rope,
-    stretches, latents, ropes, shifts, weights, bests, full, empty, ready, loaded,
+    stretches, latents, ropes, tokens, weights, bests, full, empty, ready, loaded,
     GROUPS: gl.constexpr, H, SPLIT: gl.constexpr, HAS_SINKS: gl.constexpr,
     HAS_CAP: gl.constexpr, FP8: gl.constexpr,
 ):  # fmt: skip
@@ -132,7 +132,7 @@ def _compute_first(
     mbarrier.arrive(loaded, count=1)
     _compute(
         sinks, out, lse, row, head_block, tiles, rows_stride, scale, cap, q_latent, q_rope,
-        stretches, latents, ropes, shifts, weights, bests, full, empty, ready, 0, GROUPS, H, SPLIT,
+        stretches, latents, ropes, tokens, weights, bests, full, empty, ready, 0, GROUPS, H, SPLIT,
         HAS_SINKS, HAS_CAP, FP8,
     )  # fmt: skip
 
@@ -140,13 +140,13 @@ def _compute_first(
 @gluon.jit
 def _compute_second(
     sinks, out, lse, row, head_block, tiles, rows_stride, scale, cap, q_latent, q_rope, stretches,
-    latents, ropes, shifts, weights, bests, full, empty, ready, loaded, H,
+    latents, ropes, tokens, weights, bests, full, empty, ready, loaded, H,
     SPLIT: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_CAP: gl.constexpr, FP8: gl.constexpr,
 ):  # fmt: skip
     mbarrier.wait(loaded, 0)
     _compute(
         sinks, out, lse, row, head_block, tiles, rows_stride, scale, cap, q_latent, q_rope,
-        stretches, latents, ropes, shifts, weights, bests, full, empty, ready, 1, 2, H, SPLIT,
+        stretches, latents, ropes, tokens, weights, bests, full, empty, ready, 1, 2, H, SPLIT,
         HAS_SINKS, HAS_CAP, FP8,
     )  # fmt: skip
 
@@ -171,7 +171,7 @@ def attend_narrow(
 
     latents = gl.allocate_shared_memory(OPERAND, [2, BLOCK_N, LATENT_DIM], SHARED)
     ropes = gl.allocate_shared_memory(OPERAND, [2, BLOCK_N, ROPE_DIM], SHARED)
-    shifts = gl.allocate_shared_memory(gl.int32, [2, BLOCK_N], VECTOR)
+    tokens = gl.allocate_shared_memory(gl.float32, [2 * ROWS, BLOCK_N], VECTOR)
     full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(2):
@@ -192,17 +192,17 @@ def attend_narrow(
         gl.warp_specialize(
             [
                 (_compute_first, (q, sinks, out, lse, row, head_block, tiles, rows_stride, scale,
-                                  cap, q_latent, q_rope, stretches, latents, ropes, shifts, weights,
+                                  cap, q_latent, q_rope, stretches, latents, ropes, tokens, weights,
                                   bests, full, empty, ready, loaded, 2, H, SPLIT, HAS_SINKS,
                                   HAS_CAP, FP8)),
                 (_compute_second, (sinks, out, lse, row, head_block, tiles, rows_stride, scale, cap,
-                                   q_latent, q_rope, stretches, latents, ropes, shifts, weights,
+                                   q_latent, q_rope, stretches, latents, ropes, tokens, weights,
                                    bests, full, empty, ready, loaded, H, SPLIT, HAS_SINKS, HAS_CAP,
                                    FP8)),
-                (gather, (kv, slots, begin, tiles, end, latents, ropes, shifts, full, empty, W // 4,
-                          BLOCK_N, 0, 1, FP8)),
-                (gather, (kv, slots, begin, tiles, end, latents, ropes, shifts, full, empty, W // 4,
-                          BLOCK_N, BLOCK_N // 2, 1, FP8)),
+                (gather_half, (kv, slots, begin, tiles, end, latents, ropes, tokens, full, empty,
+                               W // 4, BLOCK_N, 0)),
+                (gather_half, (kv, slots, begin, tiles, end, latents, ropes, tokens, full, empty,
+                               W // 4, BLOCK_N, BLOCK_N // 2)),
             ],
             [4, 4, 4], [256 - REGISTERS, REGISTERS, REGISTERS],
         )  # fmt: skip
@@ -210,13 +210,13 @@ def attend_narrow(
         gl.warp_specialize(
             [
                 (_compute_first, (q, sinks, out, lse, row, head_block, tiles, rows_stride, scale,
-                                  cap, q_latent, q_rope, stretches, latents, ropes, shifts, weights,
+                                  cap, q_latent, q_rope, stretches, latents, ropes, tokens, weights,
                                   bests, full, empty, ready, loaded, 1, H, SPLIT, HAS_SINKS,
                                   HAS_CAP, FP8)),
-                (gather, (kv, slots, begin, tiles, end, latents, ropes, shifts, full, empty, W // 4,
-                          BLOCK_N, 0, 1, FP8)),
-                (gather, (kv, slots, begin, tiles, end, latents, ropes, shifts, full, empty, W // 4,
-                          BLOCK_N, BLOCK_N // 2, 1, FP8)),
+                (gather_half, (kv, slots, begin, tiles, end, latents, ropes, tokens, full, empty,
+                               W // 4, BLOCK_N, 0)),
+                (gather_half, (kv, slots, begin, tiles, end, latents, ropes, tokens, full, empty,
+                               W // 4, BLOCK_N, BLOCK_N // 2)),
             ],
             [4, 4], [REGISTERS, REGISTERS],
         )  # fmt: skip
@@ -224,14 +224,14 @@ def attend_narrow(
         gl.warp_specialize(
             [
                 (_compute_first, (q, sinks, out, lse, row, head_block, tiles, rows_stride, scale,
-                                  cap, q_latent, q_rope, stretches, latents, ropes, shifts, weights,
+                                  cap, q_latent, q_rope, stretches, latents, ropes, tokens, weights,
                                   bests, full, empty, ready, loaded, 2, H, SPLIT, HAS_SINKS,
                                   HAS_CAP, FP8)),
                 (_compute_second, (sinks, out, lse, row, head_block, tiles, rows_stride, scale, cap,
-                                   q_latent, q_rope, stretches, latents, ropes, shifts, weights,
+                                   q_latent, q_rope, stretches, latents, ropes, tokens, weights,
                                    bests, full, empty, ready, loaded, H, SPLIT, HAS_SINKS, HAS_CAP,
                                    FP8)),
-                (copy, (kv, slots, begin, tiles, end, latents, ropes, shifts, full, empty, W,
+                (copy, (kv, slots, begin, tiles, end, latents, ropes, tokens, full, empty, W,
                         BLOCK_N)),
             ],
             [4, 4], [168, 104],
@@ -240,10 +240,10 @@ def attend_narrow(
         gl.warp_specialize(
             [
                 (_compute_first, (q, sinks, out, lse, row, head_block, tiles, rows_stride, scale,
-                                  cap, q_latent, q_rope, stretches, latents, ropes, shifts, weights,
+                                  cap, q_latent, q_rope, stretches, latents, ropes, tokens, weights,
                                   bests, full, empty, ready, loaded, 1, H, SPLIT, HAS_SINKS,
                                   HAS_CAP, FP8)),
-                (copy, (kv, slots, begin, tiles, end, latents, ropes, shifts, full, empty, W,
+                (copy, (kv, slots, begin, tiles, end, latents, ropes, tokens, full, empty, W,
                         BLOCK_N)),
             ],
             [4], [104],

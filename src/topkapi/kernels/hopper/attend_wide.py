@@ -27,8 +27,9 @@ from topkapi.kernels.hopper.gather import (
     COPIED,
     LATENT_DIM,
     ROPE_DIM,
+    ROWS,
     copy,
-    gather,
+    gather_whole,
     places,
 )
 from topkapi.kernels.hopper.softmax import (
@@ -44,9 +45,9 @@ HALF_DIM = gl.constexpr(256)
 
 
 @gluon.jit
-def _scores(q_latent, q_rope, latents, ropes, shifts, first, stage, stretch, scale, cap,
+def _scores(q_latent, q_rope, latents, ropes, tokens, first, stage, stretch, scale, cap,
             SCORE: gl.constexpr, HAS_CAP: gl.constexpr, FP8: gl.constexpr):  # fmt: skip
-    """Exponents `[64, N]` of one tile up to a rate, that rate, and the tile's shifts `[N]`."""
+    """Exponents `[64, N]` of one tile up to a rate, and that rate."""
     score = gl.full([q_latent.shape[1], latents.shape[1]], 0.0, gl.float32, layout=SCORE)
     rope, latent = (
         ropes.index(stage).permute((1, 0)),
@@ -54,16 +55,14 @@ def _scores(q_latent, q_rope, latents, ropes, shifts, first, stage, stretch, sca
     )
     score = warpgroup_mma(q_rope.index(first), rope, score, use_acc=False, is_async=True)
     score = warpgroup_mma(q_latent.index(first), latent, score, is_async=True)
-    shift = shifts.index(stage).load(gl.SliceLayout(0, SCORE))
     score = warpgroup_mma_wait(0, deps=[score])
-    score, rate = exponents(score, stretch, shift, scale, cap, 0, HAS_CAP, FP8)
-    return score, rate, shift
+    return exponents(score, stretch, tokens, stage, scale, cap, 0, HAS_CAP, FP8)
 
 
 @gluon.jit
 def _left(
     q, sinks, out, lse, row, head_block, pairs, rows_stride, scale, cap, q_latent, q_rope,
-    stretches, latents, ropes, shifts, bests, sides, full, empty, ready, loaded, H,
+    stretches, latents, ropes, tokens, bests, sides, full, empty, ready, closed, loaded, H,
     SPLIT: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_CAP: gl.constexpr, FP8: gl.constexpr,
 ):  # fmt: skip
     BLOCK_H: gl.constexpr = q_latent.shape[1]
@@ -88,8 +87,8 @@ def _left(
         odd = even + 1
         mbarrier.wait(full.index(even), phase)
         fence_async_shared()
-        score, rate, shift = _scores(
-            q_latent, q_rope, latents, ropes, shifts, even, even, stretch, scale, cap, SCORE,
+        score, rate = _scores(
+            q_latent, q_rope, latents, ropes, tokens, even, even, stretch, scale, cap, SCORE,
             HAS_CAP, FP8,
         )  # fmt: skip
         new_best = gl.maximum(best, gl.max(score, axis=1) * rate)
@@ -107,7 +106,7 @@ def _left(
             sums,
             is_async=True,
         )
-        total = total * shrink + gl.sum(counted(weight, shift, 0, FP8), axis=1)
+        total = total * shrink + gl.sum(counted(weight, tokens, even, 0, FP8), axis=1)
         sums = warpgroup_mma_wait(0, deps=[sums])
         gl.thread_barrier()
         mbarrier.arrive(empty.index(0), count=1)
@@ -129,8 +128,8 @@ def _left(
 
     sides.index(0).store(total)
     gl.thread_barrier()
-    mbarrier.arrive(ready.index(0), count=1)
-    mbarrier.wait(ready.index(1), pairs & 1)
+    mbarrier.arrive(closed.index(0), count=1)
+    mbarrier.wait(closed.index(1), 0)
     total += sides.index(1).load(HEADS)
     _store(sums, total, best, sinks, out, lse, row, head_block, rows_stride, HEADS, OUT, 0, H,
            SPLIT, HAS_SINKS)  # fmt: skip
@@ -139,7 +138,7 @@ def _left(
 @gluon.jit
 def _right(
     sinks, out, lse, row, head_block, pairs, rows_stride, scale, cap, q_latent, q_rope, stretches,
-    latents, ropes, shifts, bests, sides, full, empty, ready, loaded, H,
+    latents, ropes, tokens, bests, sides, full, empty, ready, closed, loaded, H,
     EARLY: gl.constexpr, SPLIT: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_CAP: gl.constexpr,
     FP8: gl.constexpr,
 ):  # fmt: skip
@@ -172,8 +171,8 @@ def _right(
             mbarrier.arrive(empty.index(0), count=1)
         mbarrier.wait(full.index(odd), phase)
         fence_async_shared()
-        score, rate, shift = _scores(
-            q_latent, q_rope, latents, ropes, shifts, even, odd, stretch, scale, cap, SCORE,
+        score, rate = _scores(
+            q_latent, q_rope, latents, ropes, tokens, even, odd, stretch, scale, cap, SCORE,
             HAS_CAP, FP8,
         )  # fmt: skip
         if not EARLY:
@@ -191,7 +190,7 @@ def _right(
         gl.thread_barrier()
         mbarrier.arrive(ready.index(1), count=1)
         last = gl.exp2(even_best - best)
-        total = total * (shrink * last) + gl.sum(counted(weight, shift, 0, FP8), axis=1)
+        total = total * (shrink * last) + gl.sum(counted(weight, tokens, odd, 0, FP8), axis=1)
         if not EARLY:
             sums = warpgroup_mma_wait(0, deps=[sums])
             gl.thread_barrier()
@@ -205,8 +204,8 @@ def _right(
 
     sides.index(1).store(total)
     gl.thread_barrier()
-    mbarrier.arrive(ready.index(1), count=1)
-    mbarrier.wait(ready.index(0), pairs & 1)
+    mbarrier.arrive(closed.index(1), count=1)
+    mbarrier.wait(closed.index(0), 0)
     total += sides.index(0).load(HEADS)
     _store(sums, total, best, sinks, out, lse, row, head_block, rows_stride, HEADS, OUT, HALF_DIM,
            H, SPLIT, HAS_SINKS)  # fmt: skip
@@ -256,18 +255,21 @@ def attend_wide(
     # A tile's rope, and once its scores are known its weights [BLOCK_H, BLOCK_N].
     gl.static_assert(BLOCK_H == BLOCK_N and BLOCK_N == ROPE_DIM)
     ropes = gl.allocate_shared_memory(OPERAND, [2, BLOCK_N, ROPE_DIM], SHARED)
-    shifts = gl.allocate_shared_memory(gl.int32, [2, BLOCK_N], VECTOR)
+    tokens = gl.allocate_shared_memory(gl.float32, [2 * ROWS, BLOCK_N], VECTOR)
     bests = gl.allocate_shared_memory(gl.float32, [2, BLOCK_H], VECTOR)
     sides = gl.allocate_shared_memory(gl.float32, [2, BLOCK_H], VECTOR)
     full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    # For the end alone: a signal of `ready` more, and a side that is late would wait for ever.
+    closed = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     loaded = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(loaded, count=1)
     for stage in gl.static_range(2):
         mbarrier.init(full.index(stage), count=1 if FP8 else COPIED)
         mbarrier.init(empty.index(stage), count=2)
         mbarrier.init(ready.index(stage), count=1)
+        mbarrier.init(closed.index(stage), count=1)
     q_latent = gl.allocate_shared_memory(OPERAND, [1, BLOCK_H, LATENT_DIM], SHARED)
     q_rope = gl.allocate_shared_memory(OPERAND, [1, BLOCK_H, ROPE_DIM], SHARED)
     stretches = gl.allocate_shared_memory(gl.float32, [BLOCK_H], VECTOR)
@@ -276,14 +278,14 @@ def attend_wide(
         gl.warp_specialize(
             [
                 (_left, (q, sinks, out, lse, row, head_block, pairs, rows_stride, scale, cap,
-                         q_latent, q_rope, stretches, latents, ropes, shifts, bests, sides, full,
-                         empty, ready, loaded, H, SPLIT, HAS_SINKS, HAS_CAP, FP8)),
+                         q_latent, q_rope, stretches, latents, ropes, tokens, bests, sides, full,
+                         empty, ready, closed, loaded, H, SPLIT, HAS_SINKS, HAS_CAP, FP8)),
                 (_right, (sinks, out, lse, row, head_block, pairs, rows_stride, scale, cap,
-                          q_latent, q_rope, stretches, latents, ropes, shifts, bests, sides, full,
-                          empty, ready, loaded, H, GROUPS == 3, SPLIT, HAS_SINKS, HAS_CAP,
+                          q_latent, q_rope, stretches, latents, ropes, tokens, bests, sides, full,
+                          empty, ready, closed, loaded, H, GROUPS == 3, SPLIT, HAS_SINKS, HAS_CAP,
                           FP8)),
-                (gather, (kv, slots, begin, tiles, end, latents, ropes, shifts, full, empty, W // 4,
-                          BLOCK_N, 0, 2, FP8)),
+                (gather_whole, (kv, slots, begin, tiles, end, latents, ropes, tokens, full, empty,
+                                W // 4, BLOCK_N)),
             ],
             [4, 4], [REGISTERS, 504 - 2 * REGISTERS],
         )  # fmt: skip
@@ -291,13 +293,13 @@ def attend_wide(
         gl.warp_specialize(
             [
                 (_left, (q, sinks, out, lse, row, head_block, pairs, rows_stride, scale, cap,
-                         q_latent, q_rope, stretches, latents, ropes, shifts, bests, sides, full,
-                         empty, ready, loaded, H, SPLIT, HAS_SINKS, HAS_CAP, FP8)),
+                         q_latent, q_rope, stretches, latents, ropes, tokens, bests, sides, full,
+                         empty, ready, closed, loaded, H, SPLIT, HAS_SINKS, HAS_CAP, FP8)),
                 (_right, (sinks, out, lse, row, head_block, pairs, rows_stride, scale, cap,
-                          q_latent, q_rope, stretches, latents, ropes, shifts, bests, sides, full,
-                          empty, ready, loaded, H, GROUPS == 3, SPLIT, HAS_SINKS, HAS_CAP,
+                          q_latent, q_rope, stretches, latents, ropes, tokens, bests, sides, full,
+                          empty, ready, closed, loaded, H, GROUPS == 3, SPLIT, HAS_SINKS, HAS_CAP,
                           FP8)),
-                (copy, (kv, slots, begin, tiles, end, latents, ropes, shifts, full, empty, W,
+                (copy, (kv, slots, begin, tiles, end, latents, ropes, tokens, full, empty, W,
                         BLOCK_N)),
             ],
             [4, 4], [REGISTERS, 504 - 2 * REGISTERS],

@@ -5,18 +5,18 @@ A gathering partition owns some tokens of every tile of a row's slots. It waits 
 
     latents [N, 512], ropes [N, 64]: the record in q's dtype; of an fp8 record, fp16 values that
                                      times 2^shift are the record's
-    shifts  [N] int32: that power of two, 0 where records are not fp8; `ABSENT` where no slot is
+    tokens  [4, N] fp32: shift, 2^shift and 2^-shift, or -inf, 0 and 0 where no slot is;
+                         of other records only 0 or -inf
 
 and holds zeros where there is no slot, so that whatever lies in slot 0 does not matter. Whoever
 waits for it makes it visible to the matrix unit (`fence_async_shared`): in a gathering warp that
 fence would wait for the loads under way.
 
 fp8 records are dequantised on the way, in two instructions for two values: e4m3 to fp16 is exact,
-and one fp16 product scales by `scale / 2^shift`. fp16 keeps 11 bits of that,
-where bf16 would keep 8.
+and one fp16 product scales by `scale / 2^shift`. fp16 keeps 11 bits of that, bf16 would keep 8.
 
-What `gather` loads waits in registers until its buffer is empty. `copy`, for records that need no
-work, writes to shared memory as they arrive.
+What `gather_whole` and `gather_half` load waits in registers until its buffer is empty. `copy`, for
+records that need no work, writes to shared memory as they arrive.
 """
 
 from __future__ import annotations
@@ -33,7 +33,11 @@ LATENT_DIM = tl.constexpr(512)
 ROPE_DIM = tl.constexpr(64)
 GROUP_DIM = tl.constexpr(128)
 GROUPS = tl.constexpr(4)
-ABSENT = tl.constexpr(-10000)
+# Rows of a tile's `tokens`: four, the last one unused, since sizes are powers of two.
+ROWS = tl.constexpr(4)
+GROWN = tl.constexpr(1)
+SHIFT = tl.constexpr(0)
+SHRUNK = tl.constexpr(2)
 # Signals that make a tile full: those of `copy`, whose 128 threads signal for themselves.
 COPIED = tl.constexpr(129)
 # Slots that a program looks at in one go for the last one of its row.
@@ -112,22 +116,20 @@ def _words(kv, slot, RECORD: gl.constexpr, FIRST: gl.constexpr, WORDS: gl.conste
 
 
 @gluon.jit
-def _fetch(kv, slot, RECORD: gl.constexpr, FP8: gl.constexpr):
-    """Start loading records into registers: latents, scales (if any), ropes."""
-    if FP8:
-        latent = _words(kv, slot, RECORD, 0, LATENT_DIM // 4, 2)
-        scale = _words(kv, slot, RECORD, LATENT_DIM // 4, GROUPS, 4)
-        rope = _words(kv, slot, RECORD, LATENT_DIM // 4 + GROUPS, ROPE_DIM // 2, 4)
-    else:
-        latent = _words(kv, slot, RECORD, 0, LATENT_DIM // 2, 4)
-        scale = slot
-        rope = _words(kv, slot, RECORD, LATENT_DIM // 2, ROPE_DIM // 2, 4)
-    return latent, scale, rope
+def _fetch(kv, slot, RECORD: gl.constexpr):
+    """Start loading fp8 records into registers: codes, scales, rope."""
+    codes = _words(kv, slot, RECORD, 0, LATENT_DIM // 4, 2)
+    scale = _words(kv, slot, RECORD, LATENT_DIM // 4, GROUPS, 4)
+    rope = _words(kv, slot, RECORD, LATENT_DIM // 4 + GROUPS, ROPE_DIM // 2, 4)
+    return codes, scale, rope
 
 
 @gluon.jit
-def _dequantise(slot, codes, scale, rope):
-    """fp8 records as `_fetch` left them: fp16 pairs `[N, 256]`, `[N, 32]`, and shifts `[N]`."""
+def _fill(slot, codes, scale, rope, latents, ropes, tokens, stage, FIRST: gl.constexpr):
+    """fp8 records that `_fetch` loaded into their places from token FIRST of a tile.
+
+    One store into each: between several into one buffer the compiler puts barriers.
+    """
     N: gl.constexpr = scale.shape[0]
     scale = scale.to(gl.float32, bitcast=True)  # [N, GROUPS]
     even = (rope << 16).to(gl.float32, bitcast=True)  # [N, ROPE_DIM / 2]
@@ -148,92 +150,109 @@ def _dequantise(slot, codes, scale, rope):
         DEQUANTISE, "=r,=r,r,r", [codes, pair[:, :, None]], dtype=(gl.int32, gl.int32),
         is_pure=True, pack=1,
     )  # fmt: skip
+    latents.index(stage).slice(FIRST, N, dim=0).store(
+        gl.reshape(gl.join(low, high), [N, LATENT_DIM // 2])
+    )
     turned = gl.convert_layout(shrink, gl.SliceLayout(1, rope.type.layout), assert_trivial=True)
     rope = gl.inline_asm_elementwise(
         PACK, "=r,f,f", [even * turned[:, None], odd * turned[:, None]], dtype=gl.int32,
         is_pure=True, pack=1,
     )  # fmt: skip
-    slot = gl.convert_layout(slot, shift.type.layout, assert_trivial=True)
-    latent = gl.reshape(gl.join(low, high), [N, LATENT_DIM // 2])
-    return latent, rope, gl.where(slot >= 0, shift, ABSENT)
+    ropes.index(stage).slice(FIRST, N, dim=0).store(rope)
+    valid = gl.convert_layout(slot, shift.type.layout, assert_trivial=True) >= 0
+    tokens.index(ROWS * stage + GROWN).slice(FIRST, N, dim=0).store(
+        gl.where(valid, power_of_two(shift), 0.0)
+    )
+    tokens.index(ROWS * stage + SHIFT).slice(FIRST, N, dim=0).store(
+        gl.where(valid, shift.to(gl.float32), float("-inf"))
+    )
+    tokens.index(ROWS * stage + SHRUNK).slice(FIRST, N, dim=0).store(gl.where(valid, shrink, 0.0))
 
 
 @gluon.jit
-def _fill(slot, latent, scale, rope, latents, ropes, shifts, FP8: gl.constexpr):
-    """Tokens that `_fetch` loaded into their places in shared memory.
-
-    One store into each: between several into one buffer the compiler puts barriers.
-    """
-    if FP8:
-        latent, rope, shift = _dequantise(slot, latent, scale, rope)
-    else:
-        shift = gl.where(slot >= 0, 0, ABSENT)
-    latents.store(latent)
-    ropes.store(rope)
-    shifts.store(shift)
-
-
-@gluon.jit
-def gather(
-    kv, slots, begin, tiles, end, latents, ropes, shifts, full, empty, RECORD: gl.constexpr,
-    N: gl.constexpr, FIRST: gl.constexpr, HALVES: gl.constexpr, FP8: gl.constexpr,
+def gather_whole(
+    kv, slots, begin, tiles, end, latents, ropes, tokens, full, empty, RECORD: gl.constexpr,
+    N: gl.constexpr,
 ):  # fmt: skip
-    """Fill the half of every tile that begins at token FIRST, or both halves, through registers.
+    """Fill every tile of fp8 records, through registers: each half is loaded anew once stored."""
+    WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
+    HALF: gl.constexpr = N // 2
+    latents = latents._reinterpret(gl.int32, [2, N, LATENT_DIM // 2], WORDS)
+    ropes = ropes._reinterpret(gl.int32, [2, N, ROPE_DIM // 2], WORDS)
+    slot_a = _slots_at(slots, begin, end, HALF)
+    slot_b = _slots_at(slots, begin + HALF, end, HALF)
+    codes_a, scale_a, rope_a = _fetch(kv, slot_a, RECORD)
+    codes_b, scale_b, rope_b = _fetch(kv, slot_b, RECORD)
+    for tile in range(0, tiles):
+        stage = tile % 2
+        following = begin + (tile + 1) * N
+        next_slot = _slots_at(slots, following, end, HALF)
+        mbarrier.wait(empty.index(stage), ((tile // 2) & 1) ^ 1)
+        _fill(
+            slot_a, codes_a, scale_a, rope_a, latents, ropes, tokens, stage, 0,
+        )  # fmt: skip
+        slot_a = next_slot
+        codes_a, scale_a, rope_a = _fetch(kv, slot_a, RECORD)
+        next_slot = _slots_at(slots, following + HALF, end, HALF)
+        _fill(
+            slot_b, codes_b, scale_b, rope_b, latents, ropes, tokens, stage, HALF,
+        )  # fmt: skip
+        gl.thread_barrier()
+        mbarrier.arrive(full.index(stage), count=1)
+        slot_b = next_slot
+        codes_b, scale_b, rope_b = _fetch(kv, slot_b, RECORD)
 
-    One half: the next tile's is loaded before this one is stored, so that loads are always under
-    way, for twice the registers. Two halves: each is loaded anew once it is stored.
+
+@gluon.jit
+def gather_half(
+    kv, slots, begin, tiles, end, latents, ropes, tokens, full, empty, RECORD: gl.constexpr,
+    N: gl.constexpr, FIRST: gl.constexpr,
+):  # fmt: skip
+    """Fill the half from token FIRST of every tile of fp8 records, through registers.
+
+    The next tile's half is loaded before this one's is stored, so that loads are always under way.
+    Even and odd tiles have registers of their own: moving what is not there yet would wait for it.
     """
     WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
     HALF: gl.constexpr = N // 2
     latents = latents._reinterpret(gl.int32, [2, N, LATENT_DIM // 2], WORDS)
     ropes = ropes._reinterpret(gl.int32, [2, N, ROPE_DIM // 2], WORDS)
     begin += FIRST
-    slot = _slots_at(slots, begin, end, HALF)
-    latent, scale, rope = _fetch(kv, slot, RECORD, FP8)
-    next_slot = _slots_at(slots, begin + N, end, HALF)
-    if HALVES == 2:
-        slot_b = _slots_at(slots, begin + HALF, end, HALF)
-        latent_b, scale_b, rope_b = _fetch(kv, slot_b, RECORD, FP8)
-        next_slot_b = _slots_at(slots, begin + HALF + N, end, HALF)
-    for tile in range(0, tiles):
-        stage = tile % 2
-        following = begin + (tile + 2) * N
-        if HALVES == 1:
-            next_latent, next_scale, next_rope = _fetch(kv, next_slot, RECORD, FP8)
-        mbarrier.wait(empty.index(stage), ((tile // 2) & 1) ^ 1)
-        _fill(
-            slot, latent, scale, rope, latents.index(stage).slice(FIRST, HALF, dim=0),
-            ropes.index(stage).slice(FIRST, HALF, dim=0),
-            shifts.index(stage).slice(FIRST, HALF, dim=0), FP8,
-        )  # fmt: skip
-        if HALVES == 1:
-            latent, scale, rope = next_latent, next_scale, next_rope
-        else:
-            latent, scale, rope = _fetch(kv, next_slot, RECORD, FP8)
-        slot = next_slot
+    slot_a = _slots_at(slots, begin, end, HALF)
+    slot_b = _slots_at(slots, begin + N, end, HALF)
+    codes_a, scale_a, rope_a = _fetch(kv, slot_a, RECORD)
+    for pair in range(0, (tiles + 1) // 2):
+        phase = (pair & 1) ^ 1
+        following = begin + (2 * pair + 2) * N
+        codes_b, scale_b, rope_b = _fetch(kv, slot_b, RECORD)
         next_slot = _slots_at(slots, following, end, HALF)
-        if HALVES == 2:
-            _fill(
-                slot_b, latent_b, scale_b, rope_b, latents.index(stage).slice(HALF, HALF, dim=0),
-                ropes.index(stage).slice(HALF, HALF, dim=0),
-                shifts.index(stage).slice(HALF, HALF, dim=0), FP8,
-            )  # fmt: skip
+        mbarrier.wait(empty.index(0), phase)
+        _fill(
+            slot_a, codes_a, scale_a, rope_a, latents, ropes, tokens, 0, FIRST,
+        )  # fmt: skip
         gl.thread_barrier()
-        mbarrier.arrive(full.index(stage), count=1)
-        if HALVES == 2:
-            latent_b, scale_b, rope_b = _fetch(kv, next_slot_b, RECORD, FP8)
-            slot_b = next_slot_b
-            next_slot_b = _slots_at(slots, following + HALF, end, HALF)
+        mbarrier.arrive(full.index(0), count=1)
+        slot_a = next_slot
+        codes_a, scale_a, rope_a = _fetch(kv, slot_a, RECORD)
+        next_slot = _slots_at(slots, following + N, end, HALF)
+        if 2 * pair + 1 < tiles:
+            mbarrier.wait(empty.index(1), phase)
+            _fill(
+                slot_b, codes_b, scale_b, rope_b, latents, ropes, tokens, 1, FIRST,
+            )  # fmt: skip
+            gl.thread_barrier()
+            mbarrier.arrive(full.index(1), count=1)
+        slot_b = next_slot
 
 
 @gluon.jit
 def copy(
-    kv, slots, begin, tiles, end, latents, ropes, shifts, full, empty, W: gl.constexpr,
+    kv, slots, begin, tiles, end, latents, ropes, tokens, full, empty, W: gl.constexpr,
     N: gl.constexpr,
 ):  # fmt: skip
     """Fill every tile with records in q's dtype by asynchronous copies, 16 bytes each.
 
-    Waits for none of them: each thread's last one signals, and one more signal says that `shifts`
+    Waits for none of them: each thread's last one signals, and one more signal says that `tokens`
     are written.
     """
     ROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -254,7 +273,7 @@ def copy(
             ropes.index(stage), record + rope_dim[None, :], mask=valid
         )
         async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
-        shifts.index(stage).store(gl.where(slot >= 0, 0, ABSENT))
+        tokens.index(ROWS * stage + SHIFT).store(gl.where(slot >= 0, 0.0, float("-inf")))
         gl.thread_barrier()
         mbarrier.arrive(full.index(stage), count=1)
         slot = next_slot

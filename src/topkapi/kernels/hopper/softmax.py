@@ -16,11 +16,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from topkapi.kernels.hopper.gather import (
-    ABSENT,
     GROUP_DIM,
     GROUPS,
+    GROWN,
     LATENT_DIM,
     ROPE_DIM,
+    ROWS,
+    SHIFT,
+    SHRUNK,
     exponent_of,
     power_of_two,
 )
@@ -80,33 +83,33 @@ def load_query(q, row, head_block, latent, rope, stretches, H, FP8: gl.constexpr
 
 
 @gluon.jit
-def exponents(score, stretch, shift, scale, cap, HEAD: gl.constexpr, HAS_CAP: gl.constexpr,
+def exponents(score, stretch, tokens, stage, scale, cap, HEAD: gl.constexpr, HAS_CAP: gl.constexpr,
               FP8: gl.constexpr):  # fmt: skip
     """Of each weight in the output, up to the rate that is returned, too: `u + shift`, or -inf."""
     TOKEN: gl.constexpr = 1 - HEAD
-    valid = shift != ABSENT
+    LAYOUT: gl.constexpr = gl.SliceLayout(HEAD, score.type.layout)
     rate = scale * LOG2E
     if FP8:
-        grown = gl.expand_dims(gl.where(valid, power_of_two(shift), 0.0), HEAD)
         stretch = stretch * (2.0 * LOG2E * scale / cap) if HAS_CAP else stretch * rate
-        score = score * gl.expand_dims(stretch, TOKEN) * grown
+        grown = tokens.index(ROWS * stage + GROWN).load(LAYOUT)
+        score = score * gl.expand_dims(stretch, TOKEN) * gl.expand_dims(grown, HEAD)
     elif HAS_CAP:
         score = score * (2.0 * LOG2E * scale / cap)
     if HAS_CAP:
         # cap * tanh(x) = cap - 2 * cap / (exp(2 * x) + 1)
         score = (cap - 2.0 * cap / (gl.exp2(score) + 1.0)) * LOG2E
-    if FP8:
-        score = score + gl.expand_dims(shift.to(gl.float32), HEAD)
     if FP8 or HAS_CAP:
         rate = 1.0
-    return gl.where(gl.expand_dims(valid, HEAD), score, float("-inf")), rate
+    shift = tokens.index(ROWS * stage + SHIFT).load(LAYOUT)
+    return score + gl.expand_dims(shift, HEAD), rate
 
 
 @gluon.jit
-def counted(weight, shift, HEAD: gl.constexpr, FP8: gl.constexpr):
+def counted(weight, tokens, stage, HEAD: gl.constexpr, FP8: gl.constexpr):
     """Weights in the denominator, of weights in the output."""
     if FP8:
-        weight = weight * gl.expand_dims(gl.where(shift != ABSENT, power_of_two(-shift), 0.0), HEAD)
+        shrunk = tokens.index(ROWS * stage + SHRUNK).load(gl.SliceLayout(HEAD, weight.type.layout))
+        weight = weight * gl.expand_dims(shrunk, HEAD)
     return weight
 
 

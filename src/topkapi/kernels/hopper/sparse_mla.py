@@ -39,7 +39,7 @@ def choose_tile(heads: int, fp8: bool) -> Tile:
     """The launch configuration for `heads` heads."""
     block = min(64, max(16, triton.next_power_of_2(heads)))
     if block == 64:
-        return Tile(64, 2, 200 if fp8 else 208)
+        return Tile(64, 2, 192 if fp8 else 208)
     # 32 heads are 128 sums a thread, too many for two groups.
     return Tile(16, 2, 128) if block == 16 else Tile(32, 1, 152)
 
