@@ -93,9 +93,16 @@ def _collect(
     offset = 32 * group[:, None] + lane[None, :]
     bit = (1 << lane)[None, :]
     whole = begin + (end - begin) // BLOCK * BLOCK
+    # One place in each 32 bytes of the next block: it comes closer while this one is worked on.
+    sector = tl.arange(0, BLOCK // 8)
+    coming = tl.zeros([BLOCK // 8], tl.float32)
+    come = tl.zeros([BLOCK // 8], tl.float32)
     count = 0
     for first in range(begin, whole, BLOCK):
         logit = tl.load(line + first + offset)
+        come += coming
+        ahead = first + BLOCK + 8 * sector
+        coming = tl.load(line + ahead, mask=ahead < end, other=0.0)
         least = _logit(tl.where(count < k, floor, floor + 1))
         # Through memory, so that each word has one owner, not the eight threads that made it.
         tl.store(words + group, tl.sum(tl.where(logit >= least, bit, 0), axis=1))
@@ -109,6 +116,8 @@ def _collect(
         tl.debug_barrier()
         word = tl.load(words + group).to(tl.uint32, bitcast=True)
         count = _note(line, word, whole, count, values, positions, LIMIT, BLOCK // 32)
+    # Never written, but the compiler cannot know: what nobody needs it would not load.
+    tl.store(values + sector, come + coming, mask=(sector < LIMIT) & (floor == 0))
     return count
 
 
@@ -132,17 +141,19 @@ def _highest(logit, index, size, floor, k, HELD: tl.constexpr):
 
     `floor` is a key that all of them reach.
     """
+    first = _key(tl.min(tl.min(logit, axis=1), axis=0))
     high = _key(tl.max(tl.max(logit, axis=1), axis=0)) + 1
-    low, count, over = _reach(logit, tl.maximum(floor, LOWEST), high, size, k, k)
+    low, count, over = _reach(logit, tl.maximum(floor, LOWEST), high, first, size, k, k)
     least = _logit(low)
     keep = logit >= least
     if count > k:
         # Among equal logits the lowest index is the highest of these.
         equal = ((logit == least) | ((logit != logit) & (low <= LOWEST))) & (index < size)
         backwards = tl.where(equal, (HELD - index).to(tl.float32), float("nan"))
-        most = _key(tl.full([], HELD + 1, tl.float32))
         none = tl.full([], LOWEST, tl.uint32)
-        last, _, _ = _reach(backwards, none, most, HELD, k - over, k - over)
+        last = _key(tl.full([], 1.0, tl.float32))
+        most = _key(tl.full([], HELD + 1, tl.float32))
+        last, _, _ = _reach(backwards, none, most, last, HELD, k - over, k - over)
         keep = (logit > least) | (backwards >= _logit(last))
     return keep
 

@@ -35,18 +35,6 @@ def _logit_layout(group, warps):
 
 
 @gluon.jit
-def _group(turn, shift, turns, row, stop, GROUP: gl.constexpr):
-    """The first row of a turn's group; `stop` when all have had theirs.
-
-    Each program begins at another group: if all read the same queries at once, the part of the
-    second-level cache that holds them would set the pace.
-    """
-    group = turn + shift
-    group = gl.where(group >= turns, group - turns, group)
-    return gl.where(turn < turns, row + group * GROUP, stop)
-
-
-@gluon.jit
 def _fetch(q, weights, row, stop, queries, head_weights, HEADS: gl.constexpr, D: gl.constexpr,
            COLUMNS: gl.constexpr, WARPS: gl.constexpr):  # fmt: skip
     """Issue the copies of the queries `[COLUMNS, D]` and weights of the rows from `row` on."""
@@ -82,14 +70,10 @@ def _hold(index_cache, keys, slot, valid, D: gl.constexpr, PAGE_SIZE: gl.constex
 
 
 @gluon.jit
-def _multiply(key, query, PRODUCT: gl.constexpr, IN_REGISTERS: gl.constexpr):
-    """Issue keys `[HALF, D]` times queries `[COLUMNS, D]`; keys by way of registers if so told."""
+def _multiply(key, query, PRODUCT: gl.constexpr):
+    """Issue keys `[HALF, D]` times queries `[COLUMNS, D]`."""
     zero = gl.full([key.shape[0], query.shape[0]], 0.0, gl.float32, layout=PRODUCT)
-    left = key
-    if IN_REGISTERS:
-        BITS: gl.constexpr = key.dtype.primitive_bitwidth
-        left = key.load(gl.DotOperandLayout(0, PRODUCT, 32 // BITS))
-    return warpgroup_mma(left, query.permute((1, 0)), zero, use_acc=False, is_async=True)
+    return warpgroup_mma(key, query.permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -117,7 +101,7 @@ def _score_sm90(
     first_row, num_rows, width, out_stride, table_stride, num_tiles,
     HEADS: gl.constexpr, D: gl.constexpr, HALF: gl.constexpr, BLOCK_R: gl.constexpr,
     GROUP: gl.constexpr, PAGED: gl.constexpr, PAGE_SIZE: gl.constexpr, PAGE_BYTES: gl.constexpr,
-    FILL: gl.constexpr, WARPS: gl.constexpr, IN_REGISTERS: gl.constexpr = False,
+    FILL: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     COLUMNS: gl.constexpr = GROUP * HEADS
     DTYPE: gl.constexpr = q.dtype.element_ty
@@ -161,12 +145,9 @@ def _score_sm90(
         stop = gl.minimum(gl.load(cu_seqlens_q + request + 1).to(gl.int32), last)
         stop = gl.where(stop > row, stop, last)  # padding rows, up to the end
         gl.thread_barrier()  # the products of the request before have been made
-        turns = (stop - row + GROUP - 1) // GROUP
-        shift = (5 * program) % turns
         for turn in gl.static_range(2):
-            _fetch(q, weights, _group(turn, shift, turns, row, stop, GROUP), stop,
-                   queries.index(turn), head_weights.index(turn), HEADS, D, COLUMNS,
-                   WARPS)  # fmt: skip
+            _fetch(q, weights, row + turn * GROUP, stop, queries.index(turn),
+                   head_weights.index(turn), HEADS, D, COLUMNS, WARPS)  # fmt: skip
         # Past this request's own context the table may hold anything: it is not followed there.
         held = (member >= row) & (member < stop)
         own = gl.max(gl.load(lengths + member, mask=held, other=0), axis=0)
@@ -199,12 +180,11 @@ def _score_sm90(
         key0 = keys.index(0)
         key1 = keys.index(1)
         buffer = 0
-        product0 = _multiply(key0, queries.index(0), PRODUCT, IN_REGISTERS)
+        product0 = _multiply(key0, queries.index(0), PRODUCT)
         product0 = warpgroup_mma_wait(0, deps=[product0])
         # Nothing is under way from one turn to the next: else the assembler lets nothing overlap.
-        for turn in range(turns):
-            first = _group(turn, shift, turns, row, stop, GROUP)
-            product1 = _multiply(key1, queries.index(buffer), PRODUCT, IN_REGISTERS)
+        for first in range(row, stop, GROUP):
+            product1 = _multiply(key1, queries.index(buffer), PRODUCT)
             to = first + group_row
             length = gl.load(lengths + to, mask=to < stop, other=0)
             weight = head_weights.index(buffer).load(gl.SliceLayout(0, PRODUCT))
@@ -215,12 +195,11 @@ def _score_sm90(
             fence_async_shared()
             gl.thread_barrier()
             product1 = warpgroup_mma_wait(0, deps=[product1])
-            product0 = _multiply(key0, queries.index(buffer), PRODUCT, IN_REGISTERS)
+            product0 = _multiply(key0, queries.index(buffer), PRODUCT)
             # Every warp has had the products of the rows before these: their buffer is free.
             free = gl.where(buffer == BUFFERS - 1, 0, buffer + 1)
-            _fetch(q, weights, _group(turn + 2, shift, turns, row, stop, GROUP), stop,
-                   queries.index(free), head_weights.index(free), HEADS, D, COLUMNS,
-                   WARPS)  # fmt: skip
+            _fetch(q, weights, first + 2 * GROUP, stop, queries.index(free),
+                   head_weights.index(free), HEADS, D, COLUMNS, WARPS)  # fmt: skip
             _sum_heads(product1, weight, scale1, place1, length, to, stop, first_row, out,
                        out_stride, width, HALF, GROUP, HEADS, LOGIT)  # fmt: skip
             product0 = warpgroup_mma_wait(0, deps=[product0])

@@ -7,9 +7,9 @@ of most of them. A NaN reaches no threshold above LOWEST, the key of -inf, as it
 
 A search keeps a bracket: at least k keys reach `low`, fewer reach `high`. The next trial is where k
 would lie on a line between the two counts: ordinary data are done in five to seven steps. After
-`LINEAR` steps it is the middle, so that 32 more end any search. From step `SNAP` on the bracket is
-drawn in to the logits that are there, so that equal ones do not prolong it. Where `low + 1 ==
-high`, `low` is the k-th highest key itself. Knows nothing of rows, launches or slots.
+`LINEAR` steps the bracket is drawn in to the logits that are there, so that equal ones do not
+prolong the search, and the next trial is its middle. Where `low + 1 == high`, `low` is the k-th
+highest key itself. Knows nothing of rows, launches or slots.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 
 LINEAR = tl.constexpr(10)
-SNAP = tl.constexpr(4)
 # The key of -inf, which no key is below.
 LOWEST = tl.constexpr(0x007FFFFF)
 
@@ -51,26 +50,29 @@ def _trial(low, high, count, over, k, step):
 
 
 @triton.jit
-def _reach(logit, low, high, size, k, most):
+def _reach(logit, low, high, first, size, k, most):
     """A threshold that k to `most` of the logits in registers reach, or else the k-th highest.
 
-    It and the bracket are keys. All `size` logits count as reaching `low`, NaN among them only
-    there, and none reaches `high`. Returns the threshold, how many reach it, and how many the
-    lowest trial that fewer than k did.
+    It, the bracket and the first trial are keys. All `size` logits count as reaching `low`, NaN
+    among them only there, and none reaches `high`. Returns the threshold, how many reach it, and
+    how many the lowest trial that fewer than k did.
     """
     count = size
     over = 0
     step = 0
+    trial = tl.maximum(tl.minimum(first, high - 1), low)
     while (high - low > 1) & (count > most):
-        if (step >= SNAP) & (low > LOWEST):
-            low = _key(tl.min(tl.where(logit >= _logit(low), logit, float("inf"))))
-            below = tl.where(logit >= _logit(high), float("-inf"), logit)
-            high = _key(tl.max(below)) + 1
-        trial = _trial(low, high, count, over, k, step)
+        if step > 0:
+            if (step >= LINEAR) & (low > LOWEST):
+                low = _key(tl.min(tl.where(logit >= _logit(low), logit, float("inf"))))
+                below = tl.where(logit >= _logit(high), float("-inf"), logit)
+                high = _key(tl.max(below)) + 1
+            trial = _trial(low, high, count, over, k, step)
         reach = tl.sum((logit >= _logit(trial)).to(tl.int32))
-        enough = reach >= k
+        # NaN reach nothing, but count at the low end.
+        enough = (reach >= k) | (trial == low)
         low = tl.where(enough, trial, low)
-        count = tl.where(enough, reach, count)
+        count = tl.where(enough & (trial > LOWEST), reach, count)
         high = tl.where(enough, high, trial)
         over = tl.where(enough, over, reach)
         step += 1
@@ -94,8 +96,9 @@ def _floor_of_sample(line, length, k, SAMPLE: tl.constexpr, RUN: tl.constexpr):
     share = k.to(tl.float32) * SAMPLE / length.to(tl.float32)
     need = tl.minimum((share + 5.0 * tl.sqrt(share) + 4.0).to(tl.int32), SAMPLE)
     low = tl.full([], LOWEST, tl.uint32)
-    high = _key(tl.max(logit, axis=0)) + 1
-    floor, _, _ = _reach(logit, low, high, SAMPLE, need, need + need // 16)
+    first = _key(tl.min(logit))
+    high = _key(tl.max(logit)) + 1
+    floor, _, _ = _reach(logit, low, high, first, SAMPLE, need, need + need // 16)
     return floor
 
 

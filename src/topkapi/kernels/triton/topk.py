@@ -164,10 +164,11 @@ def _choose_rows(
         base = row.to(tl.int64) * splits * HELD
         source = values + base if listed else line
         logit = tl.load(source + place, mask=inside, other=float("nan"))
+        if listed:
+            # With the logits, not after the choice: rows are few, and this is one wait less.
+            position = tl.load(positions + base + place, mask=inside, other=0)
         keep = _highest(logit, index, size, floor, k, HELD)
         rank, _ = _ranks(keep.to(tl.int32))
-        if listed:
-            position = tl.load(positions + base + place, mask=keep, other=0)
         _give(out, rank - 1, position, keep, row, request_of_row, table, table_rows,
               context_starts, table_stride, SLOTS, PAGED)  # fmt: skip
     _give_all(out, length, k, row, request_of_row, table, table_rows, context_starts,
@@ -202,16 +203,16 @@ def choose_plan(device: DeviceInfo, rows: int, width: int, k: int) -> Plan:
     sample = 4096 if width <= 262144 else 8192
     if width <= max(held, 8192):
         held = max(held, int(triton.next_power_of_2(width)))
-        return Plan(held, held, sample, 4, 8192, 8 if held <= 8192 else 16, 1, rows, 64)
+        return Plan(held, held, sample, 8, 8192, 8 if held <= 8192 else 16, 1, rows, 64)
     splits = min(max(min(8, width // 8192), min(32, width // 32768)), 2 * sms // max(rows, 1))
     if splits > 1 and 2 * k <= 8192:
         held = max(held, 8192)
-        return Plan(held, held, sample, 4, 8192, 16, splits, rows * splits, 0)
+        return Plan(held, held, sample, 8, 8192, 16, splits, rows * splits, 0)
     limit = max(16384, int(triton.next_power_of_2(2 * k)))
     most = max(1, min(rows, 4 * sms, WORKSPACE_BYTES // (8 * limit)))
-    rounds = -(-rows // most)
+    rounds = max(1, -(-rows // most))
     programs = -(-rows // rounds)  # as many rows to one as to another
-    return Plan(held, limit, sample, 4, 8192, 16 if held > 4096 else 8, 1, programs, 64)
+    return Plan(held, limit, sample, 8, 8192, 16 if held > 4096 else 8, 1, programs, 64)
 
 
 def _mapping(context: Context | None, rows: slice, unused: torch.Tensor) -> dict[str, Any]:
