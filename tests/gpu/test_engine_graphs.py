@@ -188,8 +188,8 @@ def test_a_capture_that_fails_halfway_leaves_nothing_behind() -> None:
     torch.cuda.empty_cache()
     stats = llm.stats().graphs
     assert (stats.num_graphs, stats.pool_bytes) == (0, 0)
-    # The side stream's workspace for matrix products stays, 32 MiB on sm90.
-    assert torch.cuda.memory_allocated() - before < 2**20 + 2**25
+    # A workspace for matrix products stays for either stream, 32 MiB each on sm90.
+    assert torch.cuda.memory_allocated() - before < 2**20 + 2 * 2**25
 
 
 def test_a_step_waits_for_the_sampled_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:
