@@ -79,6 +79,7 @@ def quantize_latent(latent: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
     largest = grouped.abs().amax(-1)
     # Not `/ FP8_MAX`: on a GPU torch would multiply by 1 / 448, which is another number.
     scales = (largest / torch.full_like(largest, FP8_MAX)).clamp_min(_SMALLEST_SCALE)
+    scales = scales.masked_fill(scales.isnan(), float("nan"))  # one NaN: a GPU's has other bits
     values = (grouped / scales[:, :, None]).to(torch.float8_e4m3fn).view(torch.uint8)
     parts = (
         values.view(tokens, groups * LATENT_FP8.group)[:, :latent_dim],
