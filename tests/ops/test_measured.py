@@ -55,7 +55,7 @@ def test_rows_of_the_benchmark_become_a_table() -> None:
         "2026-11-30",
         (
             # `torch` lacks a size that the others have, and is last whatever its time.
-            Measured("sparse_mla", "bf16", "", "", 64, 0, 128, 2048,
+            Measured("sparse_mla", "bf16", "", "", 64, 0, 128, 0,
                      (("fa3", 80.0), ("triton", 100.0), ("torch", 1.0))),
             Measured("topk", "", "", "", 64, 65536, 0, 2048, (("vllm", 8.0), ("triton", 9.0))),
             Measured("select", "fp8", "e4m3", "decode", 64, 65536, 64, 2048,
@@ -73,9 +73,9 @@ TABLE = Table(
     "NVIDIA H200",
     "2026-11-30",
     (
-        Measured("sparse_mla", "bf16", "", "", 64, 0, 128, 2048, (("fa3", 80.0), ("triton", 90.0))),
-        Measured("sparse_mla", "bf16", "", "", 4096, 0, 128, 2048, (("triton", 3.0),)),
-        Measured("sparse_mla", "fp8", "", "", 64, 0, 128, 2048, (("flashmla_kv", 1.0),)),
+        Measured("sparse_mla", "bf16", "", "", 64, 0, 128, 0, (("fa3", 80.0), ("triton", 90.0))),
+        Measured("sparse_mla", "bf16", "", "", 4096, 0, 128, 0, (("triton", 3.0),)),
+        Measured("sparse_mla", "fp8", "", "", 64, 0, 128, 0, (("flashmla_kv", 1.0),)),
         Measured("select", "fp8", "e4m3", "decode", 8, 65536, 64, 2048, (("deep_gemm", 1.0),)),
         Measured("topk", "", "", "", 64, 65536, 0, 2048, (("vllm", 1.0), ("triton", 2.0))),
     ),
@@ -86,6 +86,7 @@ TABLE = Table(
     ("changes", "names"),
     [
         ({}, ("fa3", "triton")),
+        ({"topk": 64}, ("fa3", "triton")),
         ({"rows": 16}, ("fa3", "triton")),
         ({"rows": 15}, ()),
         ({"rows": 256}, ("fa3", "triton")),
@@ -178,3 +179,14 @@ def test_the_committed_table_names_records_of_its_operations() -> None:
         times = [time for _, time in entry.kernels]
         assert times
         assert min(times) > 0
+
+
+def test_scores_come_from_one_kernel_whatever_the_batch() -> None:
+    """Else what a row selects would depend on how many rows there are."""
+    for op in ("select", "indexer_logits"):
+        for rows in (1, 64, 4096):
+            problem = Problem(
+                op, DEVICE, torch.float8_e4m3fn, cache_format="fp8", num_heads=64, index_dim=128,
+                topk=2048, rows=rows, context=65536,
+            )  # fmt: skip
+            assert [k.name for k in OPS[op].preferred(problem)] == ["triton", "torch"], op
