@@ -71,8 +71,8 @@ def _note(line, word, first, count, values, positions, LIMIT: tl.constexpr, WORD
     tl.debug_barrier()
     # The values apart, while the columns are still in the first-level cache: all loads at once.
     end = tl.minimum(count + total, LIMIT)
-    for begin in range(count, end, 2 * WORDS):
-        index = begin + tl.arange(0, 2 * WORDS)
+    for begin in range(count, end, 512):
+        index = begin + tl.arange(0, 512)
         here = index < end
         column = tl.load(positions + index, mask=here, other=0)
         tl.store(values + index, tl.load(line + column, mask=here, other=0.0), mask=here)
@@ -80,42 +80,53 @@ def _note(line, word, first, count, values, positions, LIMIT: tl.constexpr, WORD
 
 
 @triton.jit
+def _compare(line, first, end, least, words, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
+    """One bit for each of BLOCK columns: whether its logit is at least `least`."""
+    group = tl.arange(0, BLOCK // 32)
+    lane = tl.arange(0, 32)
+    column = first + 32 * group[:, None] + lane[None, :]
+    if WHOLE:
+        logit = tl.load(line + column)
+    else:
+        logit = tl.load(line + column, mask=column < end, other=float("nan"))
+    word = tl.sum(tl.where(logit >= least, (1 << lane)[None, :], 0), axis=1)
+    # Through memory, so that each word has one owner, not the eight threads that made it.
+    tl.store(words + group, word)
+
+
+@triton.jit
 def _collect(
-    line, begin, end, floor, k, words, values, positions, LIMIT: tl.constexpr, BLOCK: tl.constexpr
-):
+    line, begin, end, floor, k, words, values, positions,
+    LIMIT: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
     """Note every column of `begin : end` that may be among the k highest; return how many.
 
     Once k logits at the floor or above are noted, none at the floor itself may be: plateaus of
-    equal logits cost nothing. NaN is not noted: a floor above -inf excludes it.
+    equal logits cost nothing. NaN is not noted: a floor above -inf excludes it. BLOCKS blocks are
+    compared before their bits are looked at.
     """
-    lane = tl.arange(0, 32)
-    group = tl.arange(0, BLOCK // 32)
-    offset = 32 * group[:, None] + lane[None, :]
-    bit = (1 << lane)[None, :]
-    whole = begin + (end - begin) // BLOCK * BLOCK
+    CHUNK: tl.constexpr = BLOCK * BLOCKS
+    WORDS: tl.constexpr = CHUNK // 32
     # One place in each 32 bytes of the next block: it comes closer while this one is worked on.
     sector = tl.arange(0, BLOCK // 8)
     coming = tl.zeros([BLOCK // 8], tl.float32)
     come = tl.zeros([BLOCK // 8], tl.float32)
     count = 0
-    for first in range(begin, whole, BLOCK):
-        logit = tl.load(line + first + offset)
-        come += coming
-        ahead = first + BLOCK + 8 * sector
-        coming = tl.load(line + ahead, mask=ahead < end, other=0.0)
+    for first in range(begin, end, CHUNK):
         least = _logit(tl.where(count < k, floor, floor + 1))
-        # Through memory, so that each word has one owner, not the eight threads that made it.
-        tl.store(words + group, tl.sum(tl.where(logit >= least, bit, 0), axis=1))
+        for block in tl.static_range(BLOCKS):
+            start = first + block * BLOCK
+            to = words + block * (BLOCK // 32)
+            if start + BLOCK <= end:
+                _compare(line, start, end, least, to, BLOCK, True)
+            else:
+                _compare(line, start, end, least, to, BLOCK, False)
+            come += coming
+            ahead = start + BLOCK + 8 * sector
+            coming = tl.load(line + ahead, mask=ahead < end, other=0.0)
         tl.debug_barrier()
-        word = tl.load(words + group).to(tl.uint32, bitcast=True)
-        count = _note(line, word, first, count, values, positions, LIMIT, BLOCK // 32)
-    if whole < end:
-        logit = tl.load(line + whole + offset, mask=whole + offset < end, other=float("nan"))
-        least = _logit(tl.where(count < k, floor, floor + 1))
-        tl.store(words + group, tl.sum(tl.where(logit >= least, bit, 0), axis=1))
-        tl.debug_barrier()
-        word = tl.load(words + group).to(tl.uint32, bitcast=True)
-        count = _note(line, word, whole, count, values, positions, LIMIT, BLOCK // 32)
+        word = tl.load(words + tl.arange(0, WORDS)).to(tl.uint32, bitcast=True)
+        count = _note(line, word, first, count, values, positions, LIMIT, WORDS)
     # Never written, but the compiler cannot know: what nobody needs it would not load.
     tl.store(values + sector, come + coming, mask=(sector < LIMIT) & (floor == 0))
     return count

@@ -6,10 +6,10 @@ Brackets are halved among keys, but what is compared are the logits themselves: 
 of most of them. A NaN reaches no threshold above LOWEST, the key of -inf, as it should.
 
 A search keeps a bracket: at least k keys reach `low`, fewer reach `high`. The next trial is where k
-would lie on a line between the two counts: ordinary data are done in five to seven steps. After
-`LINEAR` steps the bracket is drawn in to the logits that are there, so that equal ones do not
-prolong the search, and the next trial is its middle. Where `low + 1 == high`, `low` is the k-th
-highest key itself. Knows nothing of rows, launches or slots.
+would lie on a line between the two counts: ordinary data are done in five to ten steps. After
+`LINEAR` steps it is the middle, so that 32 more end any search. A trial that parted nothing has
+fallen among equal logits or into a gap: then the bracket is drawn in to the logits that are there.
+Where `low + 1 == high`, `low` is the k-th highest key itself. Knows nothing of rows or launches.
 """
 
 from __future__ import annotations
@@ -60,10 +60,11 @@ def _reach(logit, low, high, first, size, k, most):
     count = size
     over = 0
     step = 0
+    idle = 0
     trial = tl.maximum(tl.minimum(first, high - 1), low)
     while (high - low > 1) & (count > most):
         if step > 0:
-            if (step >= LINEAR) & (low > LOWEST):
+            if (idle > 0) & (low > LOWEST):
                 low = _key(tl.min(tl.where(logit >= _logit(low), logit, float("inf"))))
                 below = tl.where(logit >= _logit(high), float("-inf"), logit)
                 high = _key(tl.max(below)) + 1
@@ -71,6 +72,7 @@ def _reach(logit, low, high, first, size, k, most):
         reach = tl.sum((logit >= _logit(trial)).to(tl.int32))
         # NaN reach nothing, but count at the low end.
         enough = (reach >= k) | (trial == low)
+        idle = ((step > 0) & ((reach == count) | (reach == over))).to(tl.int32)
         low = tl.where(enough, trial, low)
         count = tl.where(enough & (trial > LOWEST), reach, count)
         high = tl.where(enough, high, trial)
