@@ -157,10 +157,10 @@ def test_a_named_kernel_is_used_or_refused() -> None:
     topkapi.attach(model, **dict.fromkeys(names, "torch"))
     assert (logits(model) - logits(oracle)).abs().max() < 1e-4
     topkapi.detach(model)
-    with pytest.raises(ConfigError, match="prefill_kernel: expected one of auto, .* 'nonesuch'"):
+    with pytest.raises(ConfigError, match=r"prefill_kernel: expected one of auto, .* 'nonesuch'"):
         topkapi.attach(model, prefill_kernel="nonesuch")
     topkapi.attach(model, prefill_kernel="fa3")
-    with pytest.raises(topkapi.errors.KernelRefusedError, match="fa3: (needs sm90|takes bf16)"):
+    with pytest.raises(topkapi.errors.KernelRefusedError, match=r"fa3: (needs sm90|takes bf16)"):
         logits(model)
 
 
