@@ -29,6 +29,7 @@ from topkapi.kernels.hopper.gather import (
     ROWS,
     copy,
     gather_half,
+    gather_staged,
     places,
 )
 from topkapi.kernels.hopper.softmax import (
@@ -156,7 +157,7 @@ def attend_narrow(
     q, kv, slots, sinks, out, lse, K, slots_stride, rows_stride, splits, scale, cap,
     H, W: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_N: gl.constexpr,
     SPLIT: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_CAP: gl.constexpr,
-    FP8: gl.constexpr, GROUPS: gl.constexpr, REGISTERS: gl.constexpr,
+    FP8: gl.constexpr, GROUPS: gl.constexpr, STAGED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     head_blocks = (H + BLOCK_H - 1) // BLOCK_H
     OPERAND: gl.constexpr = gl.float16 if FP8 else q.dtype.element_ty
@@ -188,7 +189,31 @@ def attend_narrow(
     q_rope = gl.allocate_shared_memory(OPERAND, [1, BLOCK_H, ROPE_DIM], SHARED)
     stretches = gl.allocate_shared_memory(gl.float32, [BLOCK_H], VECTOR)
     # Tuples are written out: a constexpr in a named tuple would become a run-time value.
-    if FP8 and GROUPS == 2:
+    if FP8 and STAGED:
+        CODES: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 8, [1, 0])
+        PLAIN: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 1, [1, 0])
+        codes = gl.allocate_shared_memory(gl.uint8, [2, BLOCK_N // 2, LATENT_DIM], CODES)
+        scales = gl.allocate_shared_memory(gl.int32, [2, BLOCK_N // 2, 4], PLAIN)
+        words = gl.allocate_shared_memory(gl.int32, [2, BLOCK_N // 2, ROPE_DIM // 2], PLAIN)
+        gl.warp_specialize(
+            [
+                (_compute_first, (q, sinks, out, lse, row, head_block, tiles, rows_stride, scale,
+                                  cap, q_latent, q_rope, stretches, latents, ropes, tokens, weights,
+                                  bests, full, empty, ready, loaded, 2, H, SPLIT, HAS_SINKS,
+                                  HAS_CAP, FP8)),
+                (_compute_second, (sinks, out, lse, row, head_block, tiles, rows_stride, scale, cap,
+                                   q_latent, q_rope, stretches, latents, ropes, tokens, weights,
+                                   bests, full, empty, ready, loaded, H, SPLIT, HAS_SINKS, HAS_CAP,
+                                   FP8)),
+                (gather_staged, (kv, slots, begin, tiles, end, latents, ropes, tokens, full, empty,
+                                 codes.index(0), scales.index(0), words.index(0), W, BLOCK_N, 0)),
+                (gather_staged, (kv, slots, begin, tiles, end, latents, ropes, tokens, full, empty,
+                                 codes.index(1), scales.index(1), words.index(1), W, BLOCK_N,
+                                 BLOCK_N // 2)),
+            ],
+            [4, 4, 4], [256 - REGISTERS, REGISTERS, REGISTERS],
+        )  # fmt: skip
+    elif FP8 and GROUPS == 2:
         gl.warp_specialize(
             [
                 (_compute_first, (q, sinks, out, lse, row, head_block, tiles, rows_stride, scale,

@@ -139,7 +139,7 @@ def _left(
 def _right(
     sinks, out, lse, row, head_block, pairs, rows_stride, scale, cap, q_latent, q_rope, stretches,
     latents, ropes, tokens, bests, sides, full, empty, ready, closed, loaded, H,
-    EARLY: gl.constexpr, SPLIT: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_CAP: gl.constexpr,
+    SPLIT: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_CAP: gl.constexpr,
     FP8: gl.constexpr,
 ):  # fmt: skip
     BLOCK_H: gl.constexpr = q_latent.shape[1]
@@ -159,29 +159,18 @@ def _right(
         phase = pair & 1
         even = zero_unseen(pair)
         odd = even + 1
-        if EARLY:
-            mbarrier.wait(ready.index(0), phase)
-            even_best = bests.index(0).load(HEADS)
-            shrink = gl.exp2(best - even_best)
-            sums = sums * gl.convert_layout(shrink, OUT_HEADS)[:, None]
-            values = latents.index(even).slice(HALF_DIM, HALF_DIM, dim=1)
-            sums = warpgroup_mma(ropes.index(even), values, sums, is_async=True)
-            sums = warpgroup_mma_wait(0, deps=[sums])
-            gl.thread_barrier()
-            mbarrier.arrive(empty.index(0), count=1)
         mbarrier.wait(full.index(odd), phase)
         fence_async_shared()
         score, rate = _scores(
             q_latent, q_rope, latents, ropes, tokens, even, odd, stretch, scale, cap, SCORE,
             HAS_CAP, FP8,
         )  # fmt: skip
-        if not EARLY:
-            mbarrier.wait(ready.index(0), phase)
-            even_best = bests.index(0).load(HEADS)
-            shrink = gl.exp2(best - even_best)
-            sums = sums * gl.convert_layout(shrink, OUT_HEADS)[:, None]
-            values = latents.index(even).slice(HALF_DIM, HALF_DIM, dim=1)
-            sums = warpgroup_mma(ropes.index(even), values, sums, is_async=True)
+        mbarrier.wait(ready.index(0), phase)
+        even_best = bests.index(0).load(HEADS)
+        shrink = gl.exp2(best - even_best)
+        sums = sums * gl.convert_layout(shrink, OUT_HEADS)[:, None]
+        values = latents.index(even).slice(HALF_DIM, HALF_DIM, dim=1)
+        sums = warpgroup_mma(ropes.index(even), values, sums, is_async=True)
         best = gl.maximum(even_best, gl.max(score, axis=1) * rate)
         weight = gl.exp2(score * rate - best[:, None])
         ropes.index(odd).store(weight.to(ropes.dtype))
@@ -191,10 +180,10 @@ def _right(
         mbarrier.arrive(ready.index(1), count=1)
         last = gl.exp2(even_best - best)
         total = total * (shrink * last) + gl.sum(counted(weight, tokens, odd, 0, FP8), axis=1)
-        if not EARLY:
-            sums = warpgroup_mma_wait(0, deps=[sums])
-            gl.thread_barrier()
-            mbarrier.arrive(empty.index(0), count=1)
+        sums = warpgroup_mma_wait(0, deps=[sums])
+        gl.thread_barrier()
+        mbarrier.arrive(empty.index(0), count=1)
+
         sums = sums * gl.convert_layout(last, OUT_HEADS)[:, None]
         values = latents.index(odd).slice(HALF_DIM, HALF_DIM, dim=1)
         sums = warpgroup_mma(ropes.index(odd), values, sums, is_async=True)
@@ -236,7 +225,7 @@ def attend_wide(
     q, kv, slots, sinks, out, lse, K, slots_stride, rows_stride, splits, scale, cap,
     H, W: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_N: gl.constexpr,
     SPLIT: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_CAP: gl.constexpr,
-    FP8: gl.constexpr, GROUPS: gl.constexpr, REGISTERS: gl.constexpr,
+    FP8: gl.constexpr, GROUPS: gl.constexpr, STAGED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     head_blocks = (H + BLOCK_H - 1) // BLOCK_H
     OPERAND: gl.constexpr = gl.float16 if FP8 else q.dtype.element_ty
@@ -282,8 +271,7 @@ def attend_wide(
                          empty, ready, closed, loaded, H, SPLIT, HAS_SINKS, HAS_CAP, FP8)),
                 (_right, (sinks, out, lse, row, head_block, pairs, rows_stride, scale, cap,
                           q_latent, q_rope, stretches, latents, ropes, tokens, bests, sides, full,
-                          empty, ready, closed, loaded, H, GROUPS == 3, SPLIT, HAS_SINKS, HAS_CAP,
-                          FP8)),
+                          empty, ready, closed, loaded, H, SPLIT, HAS_SINKS, HAS_CAP, FP8)),
                 (gather_whole, (kv, slots, begin, tiles, end, latents, ropes, tokens, full, empty,
                                 W // 4, BLOCK_N)),
             ],
@@ -297,8 +285,7 @@ def attend_wide(
                          empty, ready, closed, loaded, H, SPLIT, HAS_SINKS, HAS_CAP, FP8)),
                 (_right, (sinks, out, lse, row, head_block, pairs, rows_stride, scale, cap,
                           q_latent, q_rope, stretches, latents, ropes, tokens, bests, sides, full,
-                          empty, ready, closed, loaded, H, GROUPS == 3, SPLIT, HAS_SINKS, HAS_CAP,
-                          FP8)),
+                          empty, ready, closed, loaded, H, SPLIT, HAS_SINKS, HAS_CAP, FP8)),
                 (copy, (kv, slots, begin, tiles, end, latents, ropes, tokens, full, empty, W,
                         BLOCK_N)),
             ],

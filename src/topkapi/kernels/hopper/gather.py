@@ -246,6 +246,82 @@ def gather_half(
 
 
 @gluon.jit
+def _slots_of_copies(slots, first, end, N: gl.constexpr):
+    """N slots, -1 past `end`, in the layouts that codes, ropes and scales are copied in."""
+    CODES: gl.constexpr = gl.BlockedLayout([1, 16], [1, 32], [4, 1], [1, 0])
+    ROPES: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    SCALES: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])
+    place = first + gl.arange(0, N, layout=gl.SliceLayout(1, CODES))
+    of_codes = gl.load(slots + place, mask=place < end, other=-1)
+    place = first + gl.arange(0, N, layout=gl.SliceLayout(1, ROPES))
+    of_ropes = gl.load(slots + place, mask=place < end, other=-1)
+    place = first + gl.arange(0, N, layout=gl.SliceLayout(1, SCALES))
+    return of_codes, of_ropes, gl.load(slots + place, mask=place < end, other=-1)
+
+
+@gluon.jit
+def _copy_part(kv, slot, target, FIRST: gl.constexpr, RECORD: gl.constexpr,
+               LAYOUT: gl.constexpr):  # fmt: skip
+    """Start copying elements FIRST.. of the records `slot`, RECORD elements each."""
+    dim = FIRST + gl.arange(0, target.shape[1], layout=gl.SliceLayout(0, LAYOUT))
+    record = gl.maximum(slot, 0).to(gl.int64) * RECORD
+    async_copy.async_copy_global_to_shared(
+        target, kv + record[:, None] + dim[None, :], mask=(slot >= 0)[:, None]
+    )
+
+
+@gluon.jit
+def _copy_fp8(kv, of_codes, of_ropes, of_scales, codes, scales, ropes, W: gl.constexpr):
+    """Start copying fp8 records as they are: bytes of codes, words of the rest."""
+    CODES: gl.constexpr = gl.BlockedLayout([1, 16], [1, 32], [4, 1], [1, 0])
+    ROPES: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    SCALES: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])
+    words = kv.to(gl.pointer_type(gl.int32))
+    _copy_part(kv, of_codes, codes, 0, W, CODES)
+    _copy_part(words, of_ropes, ropes, LATENT_DIM // 4 + GROUPS, W // 4, ROPES)
+    _copy_part(words, of_scales, scales, LATENT_DIM // 4, W // 4, SCALES)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def gather_staged(
+    kv, slots, begin, tiles, end, latents, ropes, tokens, full, empty, codes, scales, words,
+    W: gl.constexpr, N: gl.constexpr, FIRST: gl.constexpr,
+):  # fmt: skip
+    """Fill the half from token FIRST of every tile of fp8 records, through a buffer of their bytes.
+
+    The next half's bytes arrive while this one's are dequantised.
+    """
+    WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
+    HALF: gl.constexpr = N // 2
+    latents = latents._reinterpret(gl.int32, [2, N, LATENT_DIM // 2], WORDS)
+    ropes = ropes._reinterpret(gl.int32, [2, N, ROPE_DIM // 2], WORDS)
+    CODES: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [4, 1], [1, 0])
+    SCALES: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
+    codes_as_words = codes._reinterpret(gl.int32, [HALF, LATENT_DIM // 4], PLAIN)
+    begin += FIRST
+    of_codes, slot, of_scales = _slots_of_copies(slots, begin, end, HALF)
+    _copy_fp8(kv, of_codes, slot, of_scales, codes, scales, words, W)
+    for tile in range(0, tiles):
+        stage = tile % 2
+        of_codes, next_slot, of_scales = _slots_of_copies(slots, begin + (tile + 1) * N, end, HALF)
+        async_copy.wait_group(0)
+        gl.thread_barrier()
+        code = codes_as_words.load(CODES)
+        scale = scales.load(SCALES)
+        rope = words.load(SCALES)
+        gl.thread_barrier()
+        _copy_fp8(kv, of_codes, next_slot, of_scales, codes, scales, words, W)
+        mbarrier.wait(empty.index(stage), ((tile // 2) & 1) ^ 1)
+        _fill(slot, code, scale, rope, latents, ropes, tokens, stage, FIRST)
+        gl.thread_barrier()
+        mbarrier.arrive(full.index(stage), count=1)
+        slot = next_slot
+    async_copy.wait_group(0)
+
+
+@gluon.jit
 def copy(
     kv, slots, begin, tiles, end, latents, ropes, tokens, full, empty, W: gl.constexpr,
     N: gl.constexpr,

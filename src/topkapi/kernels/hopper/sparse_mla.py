@@ -33,6 +33,7 @@ class Tile:
     heads: int
     groups: int
     registers: int
+    staged: bool = False
 
 
 def choose_tile(heads: int, fp8: bool) -> Tile:
@@ -106,7 +107,7 @@ def sparse_mla(
         slots.shape[1], slots.stride(0), rows * heads, splits, scale, logit_cap, heads,
         W=kv_cache.stride(0), BLOCK_H=tile.heads, BLOCK_N=TOKENS,
         SPLIT=splits > 1, HAS_SINKS=sinks is not None, HAS_CAP=logit_cap > 0, FP8=fp8,
-        GROUPS=tile.groups, REGISTERS=tile.registers, num_warps=4,
+        GROUPS=tile.groups, STAGED=tile.staged, REGISTERS=tile.registers, num_warps=4,
     )  # fmt: skip
     if splits > 1:
         portable.combine(target, target_lse, sinks, out, lse, early=True)
