@@ -44,7 +44,8 @@ def power_of_two_scale(amax: torch.Tensor) -> torch.Tensor:
     448 is 1.75 * 2^8, so the exponent is that of amax, less 8, plus one if its mantissa exceeds
     1.75: integer arithmetic on the bits, the same on every device.
     """
-    bits = amax.float().clamp_min(_SMALLEST_AMAX).contiguous().view(torch.int32)
+    amax = amax.float().nan_to_num(nan=float("inf"), posinf=float("inf"))  # NaN has bits of its own
+    bits = amax.clamp_min(_SMALLEST_AMAX).contiguous().view(torch.int32)
     above = (bits & 0x7FFFFF) > 0x600000
     return (((bits >> 23) - 8 + above.int()) << 23).view(torch.float32)
 
