@@ -28,6 +28,7 @@ LAUNCHES = {
     "prefill, 32 heads, fp8": (4096, 32, FP8, {}),
     "decode, 72 heads, fp8, sinks and cap": (8, 72, FP8, {"logit_cap": 30.0}),
     "decode, 8 heads, fp8": (8, 8, FP8, {}),
+    "prefill, 8 heads, fp8": (4096, 8, FP8, {}),
     "decode, 8 heads": (8, 8, BF16, {}),
 }
 
@@ -58,6 +59,7 @@ def test_compiles_fits_and_overlaps(
         meta(640, 1, latent_layout(cache).width(512, 64), dtype=cache),
         meta(rows, 2048),
         scale=0.1,
+        phase=name.partition(",")[0],
         **options,
         **sinks,
     )

@@ -26,8 +26,9 @@ TOKENS = 64
 
 @dataclass(frozen=True)
 class Tile:
-    """How the work is cut: heads a program, warp groups that compute, and registers of a thread
-    that gathers (below 64 heads; 64 heads: that computes).
+    """How the work is cut: heads a program, warp groups that compute, registers of a thread that
+    gathers (below 64 heads; 64 heads: that computes), and whether fp8 records pass through a buffer
+    of their bytes.
     """
 
     heads: int
@@ -36,13 +37,15 @@ class Tile:
     staged: bool = False
 
 
-def choose_tile(heads: int, fp8: bool) -> Tile:
+def choose_tile(heads: int, fp8: bool, phase: str = "prefill") -> Tile:
     """The launch configuration for `heads` heads."""
     block = min(64, max(16, triton.next_power_of_2(heads)))
     if block == 64:
         return Tile(64, 2, 192 if fp8 else 208)
+    if block == 16:
+        return Tile(16, 2, 128, staged=fp8 and phase == "decode")
     # 32 heads are 128 sums a thread, too many for two groups.
-    return Tile(16, 2, 128) if block == 16 else Tile(32, 1, 152)
+    return Tile(32, 1, 152)
 
 
 def choose_splits(
@@ -74,7 +77,7 @@ def sparse_mla(
     """See `reference.sparse_mla`. Never synchronises; safe inside capture.
 
     `tile` and `splits` override what is chosen, for measuring. `batch_invariant` never splits a
-    row. Temporaries: nothing, or with several programs a row `splits * R * H * 513` fp32, within
+    row, and cuts it alike in both phases. Temporaries: nothing, or with several programs a row `splits * R * H * 513` fp32, within
     `budget_bytes`. Records that do not start at multiples of 16 bytes, which no pool of ours makes,
     are left to the portable kernel.
     """
@@ -91,7 +94,7 @@ def sparse_mla(
         return out, lse
     q, slots = q.contiguous(), slots.contiguous()
     fp8 = kv_cache.dtype == LATENT_FP8.dtype
-    tile = tile or choose_tile(heads, fp8)
+    tile = tile or choose_tile(heads, fp8, "prefill" if batch_invariant else phase)
     if splits is None and batch_invariant:
         splits = 1
     if splits is None:
