@@ -38,9 +38,7 @@ def test_a_machine_that_cannot_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.nn.Module, "_call_impl", fails)
     model = BY_NAME["deepseek_v32"].build()
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: None)
-    with pytest.raises(
-        ConfigError, match=r"compile: .*: No working C.. compiler found$"
-    ):
+    with pytest.raises(ConfigError, match=r"compile: .*: No working C.. compiler found$"):
         compile_rest(model)
     assert all(module._compiled_call_impl is None for module in model.modules())
 
