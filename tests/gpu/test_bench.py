@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
@@ -30,6 +32,21 @@ def test_a_call_that_waits_for_the_device_is_timed_by_its_launches() -> None:
         measure(lambda: x.sum().item(), 3)
     # A failed capture leaves the device usable.
     assert measure(lambda: x.neg(), 3)[1] > 0
+
+
+def test_what_a_graph_writes_to_lives_as_long_as_it() -> None:
+    out = torch.zeros(2**16, device=CUDA)
+    alive = weakref.ref(out)
+
+    def call(out: torch.Tensor = out) -> None:
+        out.add_(1)
+
+    timed = prepare(call, CUDA)
+    del out, call
+    assert alive() is not None
+    timed.run()
+    del timed
+    assert alive() is None
 
 
 def test_ceilings_are_those_of_a_gpu() -> None:

@@ -33,12 +33,14 @@ _HEAD_START_CYCLES = 1_000_000
 @dataclass(frozen=True)
 class Timed:
     """A call ready to be timed. `how` is `graph`, `launches` or `wall clock`; `graph` (if any) owns
-    the memory of what was captured.
+    the memory of what was captured, and `call` that of what was there before: a graph reads and
+    writes both, and keeps only the first alive.
     """
 
     run: Call
     how: str
     graph: Any = None
+    call: Call | None = None
 
 
 def prepare(call: Call, device: torch.device) -> Timed:
@@ -57,7 +59,9 @@ def prepare(call: Call, device: torch.device) -> Timed:
         stream.synchronize()
         graph = _capture(call)
     torch.cuda.synchronize(device)
-    return Timed(call, "launches") if graph is None else Timed(graph.replay, "graph", graph)
+    if graph is None:
+        return Timed(call, "launches")
+    return Timed(graph.replay, "graph", graph, call)
 
 
 @lru_cache(maxsize=8)

@@ -77,8 +77,9 @@ def _table(rows: Sequence[Row]) -> list[str]:
     ours = {row["kernel"] for row in rows if row["role"] == "ours"}
     loose = {row["kernel"] for row in rows if not row.get("exact", True)}
     marked = [f"**{k}**" if k in ours else f"{k} ~" if k in loose else k for k in kernels]
+    several = len({row.get("commit") for row in rows}) > 1
     heads = ["case", *marked]
-    heads += ["floor", "floor %", "over peer", "best peer"]
+    heads += ["floor", "floor %", "over peer", "best peer", *(["commit"] if several else [])]
     lines = ["| " + " | ".join(heads) + " |", "|---|" + "---:|" * (len(heads) - 2) + "---|"]
     for case, group in by_case(rows).items():
         times = {row["kernel"]: row for row in group}
@@ -90,6 +91,8 @@ def _table(rows: Sequence[Row]) -> list[str]:
         else:
             ratio = f"{best['over_best_peer']:.2f}" if "best_peer" in best else ""
             cells += [f"{best['fraction']:.0%}", ratio, best.get("best_peer", "")]
+        if several:
+            cells.append(str(group[0].get("commit")))
         lines.append("| " + " | ".join(cells) + " |")
     return lines
 
