@@ -200,7 +200,10 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
             curve = row[f"{name}_curve"]
             shares = [place / max(len(curve) - 1, 1) for place in range(len(curve))]
             axis.plot(curve, shares, label=row["variant"])
-        axis.set_xscale("log")
+        axis.set_xscale("log", subs=(2, 5))
+        axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axis.xaxis.set_minor_formatter(lambda value, _: f"{value:g}")
+        axis.tick_params(axis="x", which="both", labelsize="small")
         axis.set_ylim(0, 1.02)
         axis.set_xlabel("seconds")
         axis.set_title(title)
