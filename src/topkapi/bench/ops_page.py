@@ -60,14 +60,19 @@ def _facts(rows: Sequence[Row]) -> list[str]:
             "",
         ]
     how = {row["timing"] for row in rows if "timing" in row}
+    bare = any(row["role"] == "bare" for row in rows)
     lines += [
         f"Medians in microseconds ({', '.join(sorted(how)) or 'nothing timed'}; p20 and p80 are in "
         "the JSON lines), kernels of one row measured in turn. `floor %` is of our fastest kernel; "
         "`over peer` is the best other kernel's time over ours: above 1 ours is faster. `overlap`: "
         "neighbouring queries select as much in common as the demo model's. `~` breaks ties by "
         "chance, so that a selection need not be the same again. Peers run behind our contract: "
-        "heads filled up, selections sorted, columns outside a row's range at -inf; `bare` is the "
-        "peer's own call, without these, its inputs laid out beforehand.",
+        "heads filled up, selections sorted, columns outside a row's range at -inf"
+        + (
+            "; `bare` is the peer's own call, without these, its inputs laid out beforehand."
+            if bare
+            else "."
+        ),
     ]
     return lines
 
