@@ -1,15 +1,18 @@
 """A recorder without graphs: a replay calls the captured function again, over the same inputs.
 
 As a graph would, it sees nothing but what the static inputs and metadata hold, and writes the same
-output tensors, which hold nonsense until the first replay. So what is stale, padded wrongly or
-found under a wrong key shows on a CPU.
+output tensors, which hold nonsense until the first replay. What was captured later may lie, as in
+graphs of one pool, where this one computes: its outputs are nonsense after a replay. So what is
+stale, read too late, padded wrongly or found under a wrong key shows on a CPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+
+import torch
 
 from topkapi.engine.graphs import Outputs, PaddedSizes
 from topkapi.engine.llm import LLM
@@ -22,12 +25,14 @@ class Rerun:
     run: Callable[[], Outputs]
     outputs: Outputs
     quiet: Callable[[], AbstractContextManager[object]]
+    later: list[torch.Tensor]
 
     def replay(self) -> None:
         with self.quiet():  # a graph calls no hooks
             results = self.run()
         for out, result in zip(self.outputs, results, strict=True):
             out.copy_(result)
+        spoil(self.later)
 
 
 class RerunRecorder:
@@ -37,6 +42,7 @@ class RerunRecorder:
         self.rows: list[int] = []
         self.recording = False
         self._quiet = quiet
+        self._made: list[Rerun] = []
 
     def record(self, run: Callable[[], Outputs]) -> Rerun:
         self.recording = True
@@ -45,12 +51,19 @@ class RerunRecorder:
         finally:
             self.recording = False
         self.rows.append(outputs[0].shape[0])
-        for out in outputs:
-            out.fill_(float("nan") if out.is_floating_point() else -77)
-        return Rerun(run, outputs, self._quiet)
+        spoil(outputs)
+        for earlier in self._made:
+            earlier.later += outputs
+        self._made.append(Rerun(run, outputs, self._quiet, later=[]))
+        return self._made[-1]
 
     def pool_bytes(self) -> int:
         return 1000
+
+
+def spoil(tensors: Iterable[torch.Tensor]) -> None:
+    for tensor in tensors:
+        tensor.fill_(float("nan") if tensor.is_floating_point() else -77)
 
 
 def replaying(llm: LLM, sizes: list[int] | None = None) -> RerunRecorder:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +209,24 @@ class TestSpeculation:
         assert tokens(outputs) == want
         assert runner_of(replayed).stats == runner_of(eager).stats
         assert len(recorder.rows) > 4
+
+    def test_drafts_outlive_graphs_captured_before_theirs(self, guessing: Path) -> None:
+        """A verifying step captured for greedy requests computes where the drafts of those that
+        draw, captured later, lie; and the other way round.
+        """
+        greedy = replace(GREEDY, max_tokens=15)
+        drawn = replace(GREEDY, max_tokens=15, temperature=1.0)
+        for first, second in ((greedy, drawn), (drawn, greedy)):
+            eager, replayed = (make_llm(guessing, speculative_num_steps=3) for _ in range(2))
+            replaying(replayed)
+            got = []
+            for llm in (eager, replayed):
+                numbers = random.Random(3)
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr("secrets.randbits", numbers.getrandbits)
+                    got.append([tokens(run(llm, PROMPTS[:4], way)) for way in (first, second)])
+            assert got[0] == got[1]
+            assert runner_of(replayed).stats == runner_of(eager).stats
 
     def test_what_comes_and_goes(self, guessing: Path) -> None:
         def make(**options: Any) -> LLM:

@@ -83,15 +83,19 @@ class _DraftRound:
             )
 
     def run(self, count: int, choose: Choose | None) -> torch.Tensor:
-        """`[count, k]` int64 drafts of the first `count` requests."""
+        """`[count, k]` int64 drafts of the first `count` requests.
+
+        Drafts, and what `choose` is given, are copies: they are read once more after the drafts are
+        verified, by a graph that may have been captured before, and so compute over the outputs.
+        """
         if choose is None:
             [whole] = self.recordings
             whole.replay()
-            return whole.outputs[0][:count]
+            return whole.outputs[0][:count].clone()
         drafts = []
         for place, recording in enumerate(self.recordings):
             recording.replay()
-            drafts.append(choose(recording.outputs[1][:count], place))
+            drafts.append(choose(recording.outputs[1][:count].clone(), place))
             if place < len(self.chosen):
                 self.chosen[place, :count] = drafts[-1]
         return torch.stack(drafts, dim=1)
@@ -131,8 +135,8 @@ class DraftGraphs:
     def propose(
         self, plan: StepPlan, num_drafts: int, choose: Choose | None
     ) -> torch.Tensor | None:
-        """`[D, num_drafts]` int64 drafts after catching up by `plan`, true until the next replay;
-        None where they must be made eagerly. Without `choose` the best token each time.
+        """`[D, num_drafts]` int64 drafts after catching up by `plan`; None where they must be
+        made eagerly. Without `choose` the best token each time.
 
         Never synchronises, but to capture.
         """
