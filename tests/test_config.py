@@ -130,6 +130,18 @@ def test_no_value_is_swallowed(environ: dict[str, str], message: str) -> None:
         BackendOptions.from_environment(environ)
 
 
+def test_a_decode_kernel_that_deterministic_steps_would_not_run_is_refused() -> None:
+    for names in (
+        {"prefill_kernel": "triton"},
+        {"prefill_kernel": "torch", "decode_kernel": "torch"},
+    ):
+        assert BackendOptions(deterministic=True, **names).deterministic  # type: ignore[arg-type]
+    with pytest.raises(
+        ConfigError, match=r"decode_kernel: .*prefill_kernel \(auto\).*got 'triton'"
+    ):
+        BackendOptions(deterministic=True, decode_kernel="triton")
+
+
 @pytest.mark.parametrize("option", list(KERNEL_NAMES))
 def test_kernel_names_are_known_or_refused(option: str) -> None:
     for name in KERNEL_NAMES[option]:

@@ -176,7 +176,8 @@ class BackendOptions:
     `auto`, the fastest usable one; `KERNEL_NAMES` has what each may be. `topk_kernel` ranks logits
     that somebody else made (`topk_transform`); the indexer of a layer scores and ranks in one.
     `score_budget_bytes` bounds every temporary of scoring and gathering. `deterministic` asks for
-    bit-equal outputs of a request whatever shares its batch. `fuse_topk` has the indexer give slots
+    bit-equal outputs of a request whatever shares its batch; every step then runs `prefill_kernel`,
+    and another `decode_kernel` is an error. `fuse_topk` has the indexer give slots
     at once, not positions to be mapped. `fp8_compute` says how fp8 latents are attended: as
     `records`, or by `dequantize_selected`. `index_queries` says whether queries against fp8 index
     keys are quantised as well: `fp8`, `full`, or `auto`, which does where the device multiplies
@@ -202,6 +203,11 @@ class BackendOptions:
                 raise ConfigError(
                     f"{option}: expected one of {', '.join(names)}, got {getattr(self, option)!r}"
                 )
+        if self.deterministic and self.decode_kernel not in ("auto", self.prefill_kernel):
+            raise ConfigError(
+                f"decode_kernel: deterministic=True runs prefill_kernel ({self.prefill_kernel}) at "
+                f"every step, so expected auto or the same, got {self.decode_kernel!r}"
+            )
         if self.fp8_compute not in ("records", "dequantize_selected"):
             raise ConfigError(
                 f"fp8_compute: expected records or dequantize_selected, got {self.fp8_compute!r}"

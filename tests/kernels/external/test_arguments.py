@@ -113,6 +113,23 @@ def test_a_tile_schedule_is_made_once_a_step_and_kept_by_its_owner() -> None:
     assert other.metadata is third
 
 
+def test_a_tile_schedule_is_never_replaced() -> None:
+    """Not even where the package hands back another tensor: a graph may read the first."""
+    decode = recorders.FlashMlaDecode()
+
+    def copying(*arguments: Any) -> Any:
+        out, lse, metadata, splits = decode(*arguments)
+        return out, lse, metadata.clone(), splits.clone()
+
+    inputs = SparseMlaCase("fp8", 3, heads=16, k=65, cache=FP8, dtype=BF16).make()
+    schedule = flashmla_kv.TileSchedule()
+    flashmla_kv.sparse_mla(**inputs, peer=copying, prepared=schedule)
+    kept = schedule.metadata
+    flashmla_kv.sparse_mla(**inputs, peer=copying, prepared=schedule)
+    assert kept is not None
+    assert schedule.metadata is kept
+
+
 @pytest.mark.parametrize("case", ATTENDED, ids=named)
 def test_fa3(case: SparseMlaCase) -> None:
     if not takes(case, cache=(BF16,), sinks=False, cap=True) or case.k == 0:

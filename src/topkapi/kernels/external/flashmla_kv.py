@@ -103,7 +103,8 @@ def sparse_mla(
     """See `reference.sparse_mla`. Never synchronises; safe inside capture.
 
     `prepared` is filled by the first launch of a step's shapes and read by the others; `peer`
-    stands in for the installed package, for tests.
+    stands in for the installed package, for tests. Temporaries: padded heads, and the package's own
+    partial results, about R * H fp32 vectors of 512 whatever `budget_bytes` is.
     """
     peer = peer or loaded(PROVIDERS).call
     rows, heads, _ = q.shape
@@ -124,7 +125,8 @@ def sparse_mla(
         schedule.splits,
         scale,
     )
-    if not (q.is_cuda and torch.cuda.is_current_stream_capturing()):
+    # Kept once, never replaced: a graph may have been captured over it.
+    if schedule.metadata is None and not (q.is_cuda and torch.cuda.is_current_stream_capturing()):
         schedule.metadata, schedule.splits = metadata, splits
     return unpadded(out[:, 0], lse[:, :, 0], heads)
 

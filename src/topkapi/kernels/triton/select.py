@@ -15,27 +15,39 @@ from typing import Literal
 import torch
 
 from topkapi.context import Context
+from topkapi.device import DeviceInfo
 from topkapi.dispatch import Kernel, Problem
 from topkapi.kernels.triton.indexer_logits import launch_scores, refuse_scoring
+from topkapi.kernels.triton.target import target_of
 from topkapi.kernels.triton.topk import (
     WORKSPACE_BYTES,
+    choose_plan,
     launch_topk,
     refuse_topk,
+    workspace_bytes,
 )
 
 # Logits rows start at a multiple of this many elements, so that they are read 16 bytes at a time.
 ALIGNMENT = 64
 
 
-def choose_block_rows(rows: int, width: int, budget_bytes: int) -> int:
+def choose_block_rows(device: DeviceInfo, rows: int, width: int, k: int, budget_bytes: int) -> int:
     """How many rows are scored at a time: what the budget holds, in equal blocks of at least one.
 
     The selection's own workspace comes out of the same budget.
     """
+
+    def needed(block: int) -> int:
+        plans = (choose_plan(device, n, width, k) for n in (block, rows % block or block))
+        return 4 * width * block + max(workspace_bytes(plan, width) for plan in plans)
+
     room = max(budget_bytes - WORKSPACE_BYTES, budget_bytes // 2)
     most = max(1, min(rows, room // (4 * width)))
     even = -(-rows // -(-rows // most))
-    return min(most, -(-even // 128) * 128)
+    block = min(most, -(-even // 128) * 128)
+    while budget_bytes < 2 * WORKSPACE_BYTES and block > 1 and needed(block) > budget_bytes:
+        block = -(-block // 2)
+    return block
 
 
 def select(
@@ -59,7 +71,9 @@ def select(
     q, weights = q.contiguous(), weights.contiguous()
     width = max(1, -(-context.max_length // ALIGNMENT)) * ALIGNMENT
     scored = context.max_length > k
-    block = choose_block_rows(rows, width, budget_bytes) if scored else rows
+    block = rows
+    if scored:
+        block = choose_block_rows(target_of(q), rows, width, k, budget_bytes)
     # Without scores no logit is read: one element stands for the buffer.
     buffer = torch.empty((block, width) if scored else (1, 1), dtype=torch.float32, device=q.device)
     for first in range(0, rows, block):

@@ -218,6 +218,11 @@ def choose_plan(device: DeviceInfo, rows: int, width: int, k: int) -> Plan:
     return Plan(held, limit, sample, 8, 8192, 16 if held > 4096 else 8, 1, programs, 64)
 
 
+def workspace_bytes(plan: Plan, width: int) -> int:
+    """Bytes of the lists of candidates that a launch over `width` columns needs."""
+    return 0 if width <= plan.held else 8 * plan.programs * plan.limit
+
+
 def _mapping(context: Context | None, rows: slice, unused: torch.Tensor) -> dict[str, Any]:
     """The arguments that turn positions of some of a context's rows into slots."""
     paged = context is not None and context.table is not None
