@@ -155,6 +155,16 @@ def test_batch_invariance_is_asked_of_kernels_that_promise_it() -> None:
         op.choose(problem, "fa3")
 
 
+@pytest.mark.parametrize("op", ["select", "sparse_mla"])
+def test_torch_promises_bits_on_a_host_alone(op: str) -> None:
+    """A GPU's BLAS sums products of another shape in another order."""
+    facts = {"cache_format": "fp32", "features": frozenset({"batch_invariant"}), "topk": 64}
+    on_gpu = Problem(op, DEVICE, torch.float32, **facts)  # type: ignore[arg-type]
+    with pytest.raises(KernelRefusedError, match=r"torch: .* depend on its batch on a GPU"):
+        OPS[op].choose(on_gpu, "torch")
+    assert OPS[op].choose(replace(on_gpu, device=DeviceInfo("cpu")), "torch").name == "torch"
+
+
 def test_options_know_the_names_of_the_records() -> None:
     """config.py cannot import the registry: this holds its names to it."""
     operations = {

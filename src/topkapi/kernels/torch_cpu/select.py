@@ -118,5 +118,11 @@ def _refuse(problem: Problem) -> str | None:
     return "synchronises with the host, so it cannot be captured" if problem.capture else None
 
 
+def _refuse_select(problem: Problem) -> str | None:
+    if "batch_invariant" in problem.features and problem.device.backend != "cpu":
+        return "a row's scores depend on its batch on a GPU, and deterministic=True forbids that"
+    return _refuse(problem)
+
+
 INDEXER_LOGITS = Kernel("torch", "indexer_logits", _refuse, indexer_logits)
-SELECT = Kernel("torch", "select", _refuse, select, batch_invariant=True)
+SELECT = Kernel("torch", "select", _refuse_select, select, batch_invariant=True)
