@@ -1,8 +1,8 @@
 """Which kernel was fastest, and where? The measured table that `auto` goes by.
 
-The table is data (`measured_h200.json`): medians of `topkapi bench ops` on one GPU, with the date. It
-speaks for that GPU alone, and for problems near the sizes that were measured; anywhere else it says
-nothing, and our own order holds. `table_from_rows` makes it. Knows no kernels.
+The table is data (`measured_h200.json`): medians of `topkapi bench ops` on one GPU, with the date.
+It speaks for that GPU alone, and for problems near the sizes that were measured; anywhere else it
+says nothing, and our own order holds. `table_from_rows` makes it. Knows no kernels.
 """
 
 from __future__ import annotations
