@@ -245,6 +245,18 @@ class TestSpeculation:
         assert bits(drive(replayed, 7)) == bits(drive(eager, 7))
         assert replayed.stats().graphs.num_replays > 10
 
+    @pytest.mark.parametrize("deterministic", [False, True])
+    def test_the_layers_experts_can_be_captured(
+        self, guessing: Path, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The layer's are not the model's, which have their own loop where it is deterministic."""
+        prepared: list[Any] = []
+        monkeypatch.setattr("topkapi.engine.draft_graphs.prepare_capturable", prepared.append)
+        options = BackendOptions(deterministic=deterministic)
+        llm = LLM(guessing, device="cpu", speculative_num_steps=1, backend_options=options)
+        replaying(llm)
+        assert prepared == [runner_of(llm)._drafter._mtp.layer]
+
     def test_a_layer_that_cannot_be_captured_leaves_the_model_its_graphs(
         self, guessing: Path
     ) -> None:
@@ -275,6 +287,10 @@ def test_the_best_tokens_are_the_samplers() -> None:
     drawn = SamplingRow(Request(9, [1], SamplingParams(logprobs=0, temperature=0), 0, 99))
     mixed = Sampler().sample(logits, [*rows[:5], drawn], given)
     assert mixed.token_ids.tolist() == sampled.token_ids.tolist()
+    for options, token in (({"logit_bias": {3: 200.0}}, 3), ({"min_tokens": 1}, 30)):
+        other = Request(9, [1], replace(GREEDY, **options), 0, 99, end_token_ids=(9,))
+        changed = Sampler().sample(logits[4:5], [SamplingRow(other)], given[:1])
+        assert changed.token_ids.tolist() == [token]
 
 
 def refuses(recorder: Any) -> Callable[..., None]:

@@ -129,8 +129,8 @@ class DraftGraphs:
         self._waiting = waiting
         self._rows_per_request = rows_per_request
         self._sizes = sizes
-        if not backend.options.deterministic:
-            prepare_capturable(mtp.layer)
+        # Also where the model is deterministic: what is drafted changes nothing that is promised.
+        prepare_capturable(mtp.layer)
 
     def propose(
         self, plan: StepPlan, num_drafts: int, choose: Choose | None
