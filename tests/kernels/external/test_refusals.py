@@ -92,6 +92,7 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     ("flashmla_kv", {"cache_format": "bf16"}, "reads fp8 records of 656 bytes, got bf16"),
     ("flashmla_kv", {"device": replace(H200, arch=100)}, "needs sm90, this is sm100"),
     ("flashmla_kv", {"num_heads": 256}, "at most 128 heads, got 256"),
+    ("flashmla_kv", {"rows": 11623}, "schedules at most 11622 rows, got 11623"),
     ("fa3", {"device": replace(H200, arch=120)}, "needs sm90, this is sm120"),
     ("fa3", {"cache_format": "fp8"}, "takes bf16 queries and bf16 records, got bfloat16 and fp8"),
     ("fa3", {"dtype": torch.float16}, "got float16 and bf16"),

@@ -32,6 +32,8 @@ from topkapi.kernels.external.selected import padded_heads, padded_width
 PAGE = 64
 TILE = 64
 RECORD = 656
+# Its schedule is made by one program that holds five words a row, and one, in sm90's 227 KB.
+MOST_ROWS = (232448 // 4 - 1) // 5
 
 # (q [R, 1, H, 576], kv [pages, page, 1, 656], indices [R, 1, K], sinks, metadata, splits, scale) to
 # (out [R, 1, H, 512], lse [R, H, 1], metadata, splits).
@@ -144,6 +146,8 @@ def _refuse(problem: Problem) -> str | None:
         return f"needs sm90, this is {problem.device.label}"
     if problem.cache_format != "fp8":
         return f"reads fp8 records of {RECORD} bytes, got {problem.cache_format}"
+    if problem.rows > MOST_ROWS:
+        return f"schedules at most {MOST_ROWS} rows, got {problem.rows}"
     return refuse_static(problem) or refuse_package(PROVIDERS)
 
 
