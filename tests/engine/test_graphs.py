@@ -277,7 +277,7 @@ def test_the_best_tokens_are_the_samplers() -> None:
     logits[1, 7] = float("nan")
     logits[2, 7] = float("inf")
     logits[3] = -float("inf")
-    logits[4, [9, 30]] = 99.0
+    logits[4, [9, 30]] = 90.0
     rows = [SamplingRow(Request(i, [1], GREEDY, 0, 99)) for i in range(6)]
     sampled = Sampler().sample(logits, rows)
     assert best_tokens(logits).tolist() == sampled.token_ids.tolist()
@@ -287,7 +287,7 @@ def test_the_best_tokens_are_the_samplers() -> None:
     drawn = SamplingRow(Request(9, [1], SamplingParams(logprobs=0, temperature=0), 0, 99))
     mixed = Sampler().sample(logits, [*rows[:5], drawn], given)
     assert mixed.token_ids.tolist() == sampled.token_ids.tolist()
-    for options, token in (({"logit_bias": {3: 200.0}}, 3), ({"min_tokens": 1}, 30)):
+    for options, token in (({"logit_bias": {3: 100.0}}, 3), ({"min_tokens": 1}, 30)):
         other = Request(9, [1], replace(GREEDY, **options), 0, 99, end_token_ids=(9,))
         changed = Sampler().sample(logits[4:5], [SamplingRow(other)], given[:1])
         assert changed.token_ids.tolist() == [token]

@@ -184,6 +184,7 @@ def test_a_capture_that_fails_halfway_leaves_nothing_behind() -> None:
     before = torch.cuda.memory_allocated()
     with pytest.warns(RuntimeWarning, match="cannot be captured"):
         answers(llm)
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
     gc.collect()
     torch.cuda.empty_cache()
     stats = llm.stats().graphs

@@ -42,9 +42,13 @@ class CudaRecorder:
         with torch.cuda.device(self._device):
             self._warm_up(run)
             graph = torch.cuda.CUDAGraph()
+            # A capture that ends badly leaves its stream the current one: hence the outer context.
             # Other threads may go on: what they do is not of this capture.
-            with torch.cuda.graph(
-                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            with (
+                torch.cuda.stream(torch.cuda.current_stream()),
+                torch.cuda.graph(
+                    graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+                ),
             ):
                 outputs = run()
             return CudaRecording(graph, outputs)
