@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from topkapi.bench import cpu
+from topkapi.bench.command import app
 from topkapi.bench.record import environment, quantiles, read_lines, write_lines
 from topkapi.errors import ConfigError
 
@@ -42,6 +45,32 @@ def test_arguments_are_checked_before_any_work() -> None:
         cpu.check_arguments(["topkapi", "vllm"], [512], 8192)
     with pytest.raises(ConfigError, match=r"256\.\.8192, got \[16\]"):
         cpu.check_arguments(["topkapi"], [16, 512], 8192)
+
+
+@dataclass
+class Refused:
+    arguments: list[str]
+    word: str
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Refused(["cpu", "--contexts", "a,b"], "contexts: expected numbers"),
+        Refused(["serve", "--device", "cpu", "--requests", "0"], "requests: expected at least 1"),
+        Refused(["serve", "--device", "cpu", "--length-scale", "0"], "length_scale: expected"),
+    ],
+    ids=lambda case: case.word,
+)
+def test_the_commands_refuse_in_words(case: Refused) -> None:
+    result = CliRunner().invoke(app, case.arguments)
+    assert isinstance(result.exception, ConfigError)
+    assert case.word in str(result.exception)
+
+
+def test_a_report_of_no_file_is_a_usage_error(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["ops-report", str(tmp_path / "none.jsonl")])
+    assert result.exit_code == 2
 
 
 def test_results_are_kept_with_their_facts(tmp_path: Path) -> None:

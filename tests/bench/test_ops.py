@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -206,6 +207,9 @@ def test_the_page_and_the_plots_come_from_the_lines(tmp_path: Path) -> None:
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
     plot_roofline(rows, tmp_path / "roofline.png")
     assert (tmp_path / "roofline.png").stat().st_size > 10_000
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plot_roofline([row for row in rows if row["op"] == "topk"], tmp_path / "moving.png")
 
 
 def test_calls_take_turns() -> None:

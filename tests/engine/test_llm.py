@@ -361,6 +361,10 @@ class TestCache:
             with pytest.raises(ConfigError, match=next(iter(options))):
                 make_llm(checkpoint, **options)
 
+    def test_no_running_requests_are_no_lack_of_memory(self, checkpoint: Path) -> None:
+        with pytest.raises(ConfigError, match="max_running_requests: expected at least 1"):
+            make_llm(checkpoint, max_running_requests=0)
+
     def test_a_shorter_context_by_option(self, checkpoint: Path) -> None:
         ours = make_llm(checkpoint, max_context_len=20)
         [output] = ours.generate([[3] * 15], GREEDY, use_tqdm=False)

@@ -14,6 +14,7 @@ from topkapi.bench.ops_command import ops_command, ops_report_command, overlap_c
 from topkapi.bench.record import environment, write_lines
 from topkapi.bench.serve_command import serve_command
 from topkapi.device import resolve_device
+from topkapi.errors import ConfigError
 
 app = typer.Typer(no_args_is_help=True, help="Measure this machine, side by side in one run.")
 app.command("serve")(serve_command)
@@ -44,7 +45,10 @@ def cpu_command(
     others = {"transformers": ["transformers-sdpa"], "all": ["transformers-sdpa"]}
     others["all"] += ["transformers-eager"]
     sides = [cpu.OURS, *others.get(vs, [f"transformers-{vs}"])]
-    lengths = [int(text) for text in contexts.split(",")]
+    try:
+        lengths = [int(text) for text in contexts.split(",")]
+    except ValueError:
+        raise ConfigError(f"--contexts: expected numbers with commas, got {contexts!r}") from None
     path = str(resolve_model_path(model))
     limit = read_config(path).max_position_embeddings
     cpu.check_arguments(sides, lengths, limit)

@@ -68,7 +68,10 @@ def ops_command(
 
 
 def ops_report_command(
-    files: Annotated[list[Path], typer.Argument(help="JSON lines of `topkapi bench ops`.")],
+    files: Annotated[
+        list[Path],
+        typer.Argument(exists=True, dir_okay=False, help="JSON lines of `topkapi bench ops`."),
+    ],
     out: Annotated[
         Path | None, typer.Option("--out", help="The page; beside the first file by default.")
     ] = None,

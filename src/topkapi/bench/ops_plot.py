@@ -180,7 +180,8 @@ def _plot_computing(axis: Any, rows: Sequence[Row], kernels: Sequence[str], ceil
         axis.plot(corners, heights, style, color="black", linewidth=1.2, label=label)
     axis.set_xlabel("FLOPs a byte that must be moved")
     axis.set_ylabel("TFLOP/s")
-    axis.legend(fontsize=7, loc="lower right")
+    if rows:
+        axis.legend(fontsize=7, loc="lower right")
 
 
 def _plot_moving(axis: Any, rows: Sequence[Row], kernels: Sequence[str], ceilings: Row) -> None:

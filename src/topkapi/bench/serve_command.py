@@ -46,10 +46,15 @@ class TrafficChoices:
     seed: Annotated[int, typer.Option(help="Says everything about the requests.")] = 0
 
     def traffic(self, on_cpu: bool) -> Traffic:
-        scale = self.length_scale or (_CPU_SCALE if on_cpu else 1.0)
+        scale = self.length_scale
+        if scale is None:
+            scale = _CPU_SCALE if on_cpu else 1.0
+        requests = self.requests
+        if requests is None:
+            requests = 16 if on_cpu else 64
         return Traffic(
             mix=self.mix,
-            requests=self.requests or (16 if on_cpu else 64),
+            requests=requests,
             rate=self.rate,
             prefixes=self.prefixes,
             prefix_tokens=max(1, round(self.prefix_tokens * scale)),

@@ -82,6 +82,7 @@ class EngineOptions:
         if not 0 < self.memory_fraction <= 1:
             raise ConfigError(f"memory_fraction: expected (0, 1], got {self.memory_fraction}")
         check_num_steps(self.speculative_num_steps)
+        SchedulerLimits(self.max_batch_tokens, self.max_running_requests)
         PaddedSizes(self.max_running_requests, self.cuda_graph_batch_sizes)
         if self.compile and self.backend.deterministic:
             raise ConfigError("compile: what is compiled cannot be deterministic; choose one")
