@@ -57,6 +57,9 @@ class Refused:
     "case",
     [
         Refused(["cpu", "--contexts", "a,b"], "contexts: expected numbers"),
+        Refused(["cpu", "--dtype", "int8"], "dtype: expected float32"),
+        Refused(["speculation", "--steps", "auto,x"], "steps: expected numbers"),
+        Refused(["speculation", "--batches", "a"], "batches: expected numbers"),
         Refused(["serve", "--device", "cpu", "--requests", "0"], "requests: expected at least 1"),
         Refused(["serve", "--device", "cpu", "--length-scale", "0"], "length_scale: expected"),
     ],

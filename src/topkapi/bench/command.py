@@ -28,6 +28,13 @@ OutOption = Annotated[
 ]
 
 
+def _number(option: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"--{option}: expected numbers with commas, got {text!r}") from None
+
+
 @app.command("cpu")
 def cpu_command(
     vs: Annotated[str, typer.Option(help="transformers, or its sdpa or eager.")] = "transformers",
@@ -45,10 +52,9 @@ def cpu_command(
     others = {"transformers": ["transformers-sdpa"], "all": ["transformers-sdpa"]}
     others["all"] += ["transformers-eager"]
     sides = [cpu.OURS, *others.get(vs, [f"transformers-{vs}"])]
-    try:
-        lengths = [int(text) for text in contexts.split(",")]
-    except ValueError:
-        raise ConfigError(f"--contexts: expected numbers with commas, got {contexts!r}") from None
+    lengths = [_number("contexts", text) for text in contexts.split(",")]
+    if dtype not in ("float32", "bfloat16"):
+        raise ConfigError(f"--dtype: expected float32 or bfloat16, got {dtype!r}")
     path = str(resolve_model_path(model))
     limit = read_config(path).max_position_embeddings
     cpu.check_arguments(sides, lengths, limit)
@@ -142,9 +148,11 @@ def speculation_command(
 
     rows: list[dict[str, Any]] = []
     references: dict[str, list[list[int]]] = {}
-    for batch in batches.split(","):
-        for count in steps.split(","):
-            case = speculation.SpeculationCase(count if count == "auto" else int(count), int(batch))
+    sizes = [_number("batches", text) for text in batches.split(",")]
+    counts = [text if text == "auto" else _number("steps", text) for text in steps.split(",")]
+    for batch in sizes:
+        for count in counts:
+            case = speculation.SpeculationCase(count, batch)
             rows += speculation.measure(
                 case,
                 prompts=prompts,
