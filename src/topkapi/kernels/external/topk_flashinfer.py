@@ -13,7 +13,7 @@ import torch
 
 from topkapi.dispatch import Kernel, Problem
 from topkapi.kernels.external.packages import Provider, loaded, provided_by, refuse_package
-from topkapi.kernels.external.topk_order import ascending, refuse_topk
+from topkapi.kernels.external.topk_order import refuse_topk, topk_in_order
 
 # (logits [R, S], offsets [R] int32, lengths [R] int32, k) to positions [R, k] int32, -1 pads.
 Call = Callable[..., torch.Tensor]
@@ -35,16 +35,14 @@ def topk(
     peer: Call | None = None,
 ) -> torch.Tensor:
     """See `reference.topk`. `peer` stands in for the package, for tests."""
-    out = torch.full((logits.shape[0], k), -1, dtype=torch.int32, device=logits.device)
-    if out.numel() == 0 or logits.shape[1] == 0:
-        return out
-    peer = peer or loaded(PROVIDERS).call
-    lengths = lengths.to(torch.int32)
-    # It selects among columns: where there are fewer than k, it is asked for fewer.
-    wanted = min(k, logits.shape[1])
-    found = peer(logits.contiguous(), torch.zeros_like(lengths), lengths, wanted)
-    out[:, :wanted] = found
-    return ascending(out, lengths)
+
+    def fill(out: torch.Tensor, lengths: torch.Tensor) -> None:
+        call = peer or loaded(PROVIDERS).call
+        # It selects among columns: where there are fewer than k, it is asked for fewer.
+        wanted = min(k, logits.shape[1])
+        out[:, :wanted] = call(logits.contiguous(), torch.zeros_like(lengths), lengths, wanted)
+
+    return topk_in_order(logits, lengths, k, fill)
 
 
 def _refuse(problem: Problem) -> str | None:

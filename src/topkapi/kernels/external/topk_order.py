@@ -6,11 +6,30 @@ sorted here, but it stays inexact, so that `auto` never takes them. Knows no pac
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from topkapi.dispatch import Problem
 
 _NONE = 2**31 - 1
+
+
+def topk_in_order(
+    logits: torch.Tensor,
+    lengths: torch.Tensor,
+    k: int,
+    fill: Callable[[torch.Tensor, torch.Tensor], object],
+) -> torch.Tensor:
+    """`[R, k]` int32 as `reference.topk` orders them, of what `fill(out [R, k], lengths [R])`, both
+    int32, writes over the -1 in `out`. It is not called where there is nothing to select.
+    """
+    out = torch.full((logits.shape[0], k), -1, dtype=torch.int32, device=logits.device)
+    if out.numel() == 0 or logits.shape[1] == 0:
+        return out
+    lengths = lengths.to(torch.int32)
+    fill(out, lengths)
+    return ascending(out, lengths)
 
 
 def ascending(positions: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from topkapi.kernels.external.packages import (
     provided_by,
     refuse_package,
 )
-from topkapi.kernels.external.topk_order import ascending, refuse_topk
+from topkapi.kernels.external.topk_order import refuse_topk, topk_in_order
 
 K = 2048
 
@@ -45,14 +45,13 @@ def topk(
     peer: Call | None = None,
 ) -> torch.Tensor:
     """See `reference.topk`. Never synchronises. `peer` stands in for the package, for tests."""
-    out = torch.full((logits.shape[0], k), -1, dtype=torch.int32, device=logits.device)
-    if out.numel() == 0 or logits.shape[1] == 0:
-        return out
-    peer = peer or loaded(PROVIDERS).call
-    lengths = lengths.to(torch.int32)
-    logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    peer(logits, out, lengths, None if starts is None else starts.to(torch.int32))
-    return ascending(out, lengths)
+
+    def fill(out: torch.Tensor, lengths: torch.Tensor) -> None:
+        call = peer or loaded(PROVIDERS).call
+        rows = logits if logits.stride(1) == 1 else logits.contiguous()
+        call(rows, out, lengths, None if starts is None else starts.to(torch.int32))
+
+    return topk_in_order(logits, lengths, k, fill)
 
 
 def _refuse(problem: Problem) -> str | None:

@@ -17,7 +17,7 @@ from topkapi.kernels.external.packages import (
     provided_by,
     refuse_package,
 )
-from topkapi.kernels.external.topk_order import ascending, refuse_topk
+from topkapi.kernels.external.topk_order import refuse_topk, topk_in_order
 
 # (logits [R, S], begins [R] int32, ends [R] int32, out [R, k] int32, R, strides, k); fills `out`
 # with positions relative to `begins`.
@@ -42,14 +42,13 @@ def topk(
     peer: Call | None = None,
 ) -> torch.Tensor:
     """See `reference.topk`. Never synchronises. `peer` stands in for the package, for tests."""
-    out = torch.full((logits.shape[0], k), -1, dtype=torch.int32, device=logits.device)
-    if out.numel() == 0 or logits.shape[1] == 0:
-        return out
-    peer = peer or loaded(PROVIDERS).call
-    lengths = lengths.to(torch.int32)
-    begins = torch.zeros_like(lengths) if starts is None else starts.to(torch.int32)
-    peer(logits, begins, begins + lengths, out, out.shape[0], *logits.stride(), k)
-    return ascending(out, lengths)
+
+    def fill(out: torch.Tensor, lengths: torch.Tensor) -> None:
+        call = peer or loaded(PROVIDERS).call
+        begins = torch.zeros_like(lengths) if starts is None else starts.to(torch.int32)
+        call(logits, begins, begins + lengths, out, out.shape[0], *logits.stride(), k)
+
+    return topk_in_order(logits, lengths, k, fill)
 
 
 def _refuse(problem: Problem) -> str | None:
