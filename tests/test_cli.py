@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 import topkapi
 from engine.conftest import make_model, make_tokenizer
 from topkapi.cli import app
+from topkapi.config import BackendOptions
 from topkapi.engine.llm import LLM
 from topkapi.engine.request import SamplingParams
 
@@ -104,7 +105,9 @@ def test_every_engine_option_reaches_the_engine(
     words = ["--max-tokens-in-cache", "128", "--max-context-len", "96", "--no-prefix-cache"]
     words += ["--max-batch-tokens", "32", "--max-running-requests", "3", "--deterministic"]
     words += ["--speculative-num-steps", "auto", "--trace", str(trace), "--dtype", "fp32"]
-    words += ["--no-cuda-graphs"]
+    words += ["--no-cuda-graphs", "--cuda-graph-batch-sizes", "1,8", "--page-size", "16"]
+    words += ["--memory-fraction", "0.5", "--selection-stats-every", "3"]
+    words += ["--config-overrides", '{"index_topk": 8}']
     result = run("chat", *common(tiny), *words, input="hi\n")
     assert result.exit_code == 0, result.stderr
     [options] = made
@@ -114,6 +117,9 @@ def test_every_engine_option_reaches_the_engine(
         "max_context_len": 96, "max_batch_tokens": 32, "max_running_requests": 3,
         "enable_prefix_cache": False, "host_cache_tokens": 0, "speculative_num_steps": "auto",
         "tensor_parallel_size": 1, "trace": trace, "cuda_graphs": False, "compile": False,
+        "cuda_graph_batch_sizes": [1, 8], "page_size": 16, "memory_fraction": 0.5,
+        "selection_stats_every": 3, "config_overrides": {"index_topk": 8}, "verify_selection": 64,
+        "parallel_timeout": 600.0,
     }  # fmt: skip
 
 
@@ -129,14 +135,11 @@ def test_the_options_cover_the_library() -> None:
     left_out |= {"skip_special_tokens"}
     assert told | left_out == {item.name for item in fields(SamplingParams)}
     offered = {*EngineChoices().options(), "model"}
-    left_out = {"self", "tokenizer", "page_size", "memory_fraction", "config_overrides"}
-    left_out |= {
-        "cuda_graph_batch_sizes",
-        "selection_stats_every",
-        "verify_selection",
-        "parallel_timeout",
-    }
-    assert offered | left_out == set(signature(LLM.__init__).parameters)
+    parameters = dict(signature(LLM.__init__).parameters)
+    assert offered | {"self", "tokenizer"} == set(parameters)
+    same = EngineChoices().options()
+    assert same.pop("backend_options") == BackendOptions.from_environment()
+    assert same == {name: parameters[name].default for name in same}
 
 
 def test_generate_samples_with_a_seed_and_reads_stdin(tiny: Path) -> None:
@@ -184,6 +187,9 @@ def test_chat_survives_a_question_that_does_not_fit(tiny: Path) -> None:
         (["generate", "--max-tokens", "many", "x"], 2, "max-tokens"),
         (["generate", "--logit-bias", "7", "x"], 1, "TOKEN_ID=NUMBER"),
         (["generate", "--speculative-num-steps", "9", "--model", "TINY", "x"], 1, "0 to 4"),
+        (["generate", "--cuda-graph-batch-sizes", "1,b", "x"], 1, "1,b"),
+        (["generate", "--config-overrides", "{", "x"], 1, "config_overrides"),
+        (["generate", "--config-overrides", "[]", "x"], 1, "JSON object"),
         (["inspect", "/nowhere"], 1, "/nowhere"),
         (["doctor", "--cache-format", "abacus"], 1, "abacus"),
         (["doctor", "--model", "/nowhere"], 1, "/nowhere"),

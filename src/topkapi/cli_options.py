@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from topkapi.errors import RequestError
+from topkapi.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from topkapi.engine.request import SamplingParams
@@ -41,6 +42,10 @@ class EngineChoices:
     ] = None
     max_batch_tokens: Annotated[int, _engine(help="Tokens of one step.")] = 2048
     max_running_requests: Annotated[int, _engine(help="Requests computed at once.")] = 64
+    page_size: Annotated[int, _engine(help="Tokens of one page of the cache.")] = 64
+    memory_fraction: Annotated[
+        float, _engine(help="Share of the free device memory that the cache may take.")
+    ] = 0.8
     prefix_cache: Annotated[bool, _engine(help="Keep computed pages for prompts alike.")] = True
     host_cache_tokens: Annotated[
         int, _engine(help="Tokens whose pages may wait in host memory.")
@@ -49,19 +54,34 @@ class EngineChoices:
         str, _engine(help="Drafts a step by the model's MTP layer: 0 to 4, or auto.")
     ] = "0"
     cuda_graphs: Annotated[bool, _engine(help="Replay decoding steps as CUDA graphs.")] = True
+    cuda_graph_batch_sizes: Annotated[
+        str | None, _engine(help="Sizes to capture at once, as 1,8,64; else when they are met.")
+    ] = None
     compile: Annotated[bool, _engine("--compile", help="What is not attention compiled.")] = False
     tensor_parallel_size: Annotated[
         int, _engine(help="Processes, with a device each, to split the model over.")
     ] = 1
+    verify_selection: Annotated[
+        int, _engine(help="Steps after which those compare what they selected; 0 is never.")
+    ] = 64
+    parallel_timeout: Annotated[float, _engine(help="Seconds they wait for each other.")] = 600.0
     deterministic: Annotated[
         bool, _engine("--deterministic", help="The same bits whatever shares the batch.")
     ] = False
     trace: Annotated[
         Path | None, _engine(dir_okay=False, help="A file for a Chrome trace of every step.")
     ] = None
+    selection_stats_every: Annotated[
+        int, _engine(help="Passes after which to look at what is selected; 0 is never.")
+    ] = 0
+    config_overrides: Annotated[
+        str | None, _engine(help="JSON: fields of the model's config to change before loading.")
+    ] = None
 
     def options(self) -> dict[str, Any]:
-        """Keyword arguments of `LLM`, all but the model."""
+        """Keyword arguments of `LLM`, all but the model. Raises `ConfigError` for a text that does
+        not parse.
+        """
         from topkapi.config import BackendOptions
 
         given = {item.name: getattr(self, item.name) for item in fields(self)}
@@ -69,6 +89,10 @@ class EngineChoices:
         steps = given["speculative_num_steps"]
         given["speculative_num_steps"] = int(steps) if steps.isdecimal() else steps
         given["enable_prefix_cache"] = given.pop("prefix_cache")
+        if given["cuda_graph_batch_sizes"] is not None:
+            given["cuda_graph_batch_sizes"] = _sizes(given["cuda_graph_batch_sizes"])
+        if given["config_overrides"] is not None:
+            given["config_overrides"] = _overrides(given["config_overrides"])
         backend = BackendOptions.from_environment()
         if given.pop("deterministic"):
             backend = replace(backend, deterministic=True)
@@ -157,6 +181,25 @@ def _text_of(path: Path, option: str) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"{option}: {path}: {error}") from error
+
+
+def _sizes(text: str) -> list[int]:
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        raise ConfigError(
+            f"cuda_graph_batch_sizes: expected numbers with commas, got {text!r}"
+        ) from None
+
+
+def _overrides(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"config_overrides: expected JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"config_overrides: expected a JSON object, got {text!r}")
+    return found
 
 
 def _bias(text: str) -> tuple[int, float]:

@@ -119,9 +119,10 @@ def test_every_request_is_counted_under_its_reason() -> None:
     assert figures["output_tokens_per_second"] == pytest.approx(8 / seconds)
     assert figures["output_tokens"] == 8 + 2 + len(served[3].tokens)
     assert figures["requests_per_second"] == pytest.approx(2 / seconds)
-    assert serve.compare(served, served) == {"compared": 2, "differ": 0}
-    other = [replace(request, tokens=[1]) for request in served]
-    assert serve.compare(other, served) == {"compared": 2, "differ": 2}
+    assert serve.compare(served, served) == {"compared": 2, "differ": 0, "parted_after": []}
+    other = [replace(request, tokens=[*request.tokens[:2], 1]) for request in served]
+    same = {"compared": 2, "differ": 2, "parted_after": [2, 2]}
+    assert serve.compare(other, served) == same
 
 
 def test_a_refusal_that_is_nobodys_fault_is_raised() -> None:
@@ -266,6 +267,8 @@ def test_the_random_model_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = list(measure(ServeCase("random", TRAFFIC, options)))
     assert [row["variant"] for row in rows] == [BASE, NO_PREFIX_CACHE]
     assert all(row["completed"] == 7 and row["differ"] == 0 for row in rows)
+    changed = serve.make_llm("random", {**options, "config_overrides": {"index_topk": 8}})
+    assert changed.config.index_topk == 8
     with pytest.raises(ConfigError, match="fp16"):
         serve.make_llm("random", {"device": "cpu", "dtype": "fp16"})
 

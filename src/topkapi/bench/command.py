@@ -37,7 +37,9 @@ def _number(option: str, text: str) -> int:
 
 @app.command("cpu")
 def cpu_command(
-    vs: Annotated[str, typer.Option(help="transformers, or its sdpa or eager.")] = "transformers",
+    vs: Annotated[
+        str, typer.Option(help="transformers (which is its sdpa), sdpa, eager, or all of them.")
+    ] = "transformers",
     model: Annotated[str, typer.Option(help="demo, or a local model directory.")] = "demo",
     contexts: Annotated[str, typer.Option(help="Context lengths.")] = "1024,2048,4096,8192",
     repeats: Annotated[int, typer.Option(min=1)] = 3,

@@ -250,10 +250,18 @@ def measure(
             yield {**row, **figures, **compare(served, first)}
 
 
-def compare(served: Sequence[Served], first: Sequence[Served]) -> dict[str, int]:
-    """How many requests were completed here and there, and whose tokens differ."""
+def compare(served: Sequence[Served], first: Sequence[Served]) -> dict[str, Any]:
+    """How many requests were completed here and there, whose tokens differ, and how many tokens
+    each of those has in common (`parted_after`, ascending).
+    """
     pairs = [(a, b) for a, b in zip(served, first, strict=True) if a.completed and b.completed]
-    return {"compared": len(pairs), "differ": sum(a.tokens != b.tokens for a, b in pairs)}
+    parted = sorted(_in_common(a.tokens, b.tokens) for a, b in pairs if a.tokens != b.tokens)
+    return {"compared": len(pairs), "differ": len(parted), "parted_after": parted}
+
+
+def _in_common(tokens: Sequence[int], others: Sequence[int]) -> int:
+    pairs = enumerate(zip(tokens, others, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(tokens), len(others)))
 
 
 def _run(case: ServeCase, options: Mapping[str, Any]) -> tuple[list[Served], dict[str, Any]]:
@@ -294,7 +302,8 @@ def make_llm(model: str, options: Mapping[str, Any]) -> LLM:
     dtype = given.pop("dtype", "auto")
     if dtype not in _DTYPES:
         raise ConfigError(f"dtype: the random model is auto, bf16 or fp32, got {dtype!r}")
-    return LLM(random_model(device, _DTYPES[dtype]), **given)
+    changes = given.pop("config_overrides", None) or {}
+    return LLM(random_model(device, _DTYPES[dtype], **changes), **given)
 
 
 def token_source(llm: LLM, seed: int) -> TokenSource:
