@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from topkapi.bench import cpu
+from topkapi.bench import cpu, record
 from topkapi.bench.command import app
 from topkapi.bench.record import environment, quantiles, read_lines, write_lines
 from topkapi.errors import ConfigError
@@ -74,6 +74,17 @@ def test_the_commands_refuse_in_words(case: Refused) -> None:
 def test_a_report_of_no_file_is_a_usage_error(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["ops-report", str(tmp_path / "none.jsonl")])
     assert result.exit_code == 2
+
+
+def test_a_changed_tree_is_not_called_by_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    for head, changed, named in (
+        ("abc1234", "", "abc1234"),
+        ("abc1234", " M src/topkapi/x.py", "abc1234-dirty"),
+        ("", "", None),
+    ):
+        answers = {"rev-parse": head, "status": changed}
+        monkeypatch.setattr(record, "_git", lambda _, command, *__, to=answers: to[command])
+        assert environment(CPU)["commit"] == named
 
 
 def test_results_are_kept_with_their_facts(tmp_path: Path) -> None:

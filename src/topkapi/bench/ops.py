@@ -62,18 +62,22 @@ FAILURES = _failures()
 @dataclass(frozen=True)
 class Plan:
     """How to measure, and whom (see `contenders`). `seconds` is the time that all rounds of a case
-    should take together; without `timing` kernels are only compiled and checked.
+    should take together; without `timing` kernels are only compiled and checked. `commit` is kept
+    with each row in place of what git says.
     """
 
     vs: frozenset[str] = frozenset({"all"})
     seconds: float = 0.1
     timing: bool = True
     without: frozenset[str] = frozenset()
+    commit: str = ""
 
 
 def run(cases: Sequence[BenchCase], device: torch.device, plan: Plan) -> Iterator[dict[str, Any]]:
     """One row a case and contender; those of one case together, when it is done."""
     facts = environment(device) | {"packages": package_versions(PEER_PACKAGES)}
+    if plan.commit:
+        facts["commit"] = plan.commit
     ceilings = measure_ceilings(device) if plan.timing else None
     for case in cases:
         row = {"bench": "ops", "case": case.name, "op": case.op, "group": case.group, **facts}
@@ -189,8 +193,10 @@ def chosen_cases(
     part: tuple[int, int] = (0, 1),
 ) -> list[BenchCase]:
     """The sizes for this device, of the operations named (all of them if none is); part `(i, n)`
-    takes every nth from the ith.
+    is the ith of n stretches: neighbours are the same kernels' at other sizes.
     """
-    wanted = sizes.sizes_for(device, quick=quick)
-    first, step = part
-    return [case for case in wanted if not names or case.op in names][first::step]
+    wanted = [
+        case for case in sizes.sizes_for(device, quick=quick) if not names or case.op in names
+    ]
+    which, count = part
+    return wanted[which * len(wanted) // count : (which + 1) * len(wanted) // count]

@@ -31,8 +31,11 @@ def ops_command(
     quick: Annotated[bool, typer.Option(help="A few sizes, seconds each.")] = False,
     device: DeviceOption = "auto",
     seconds: Annotated[float, typer.Option(min=0.0, help="Timing of one case, about.")] = 0.1,
-    part: Annotated[str, typer.Option(help="I/N: every Nth case from the Ith, from 0.")] = "0/1",
+    part: Annotated[str, typer.Option(help="I/N: the Ith of N parts of all cases.")] = "0/1",
     check_only: Annotated[bool, typer.Option(help="Compile and check, without a time.")] = False,
+    commit: Annotated[
+        str, typer.Option(help="Kept with the rows; for a tree that was copied without its git.")
+    ] = "",
     out: Annotated[
         Path | None, typer.Option("--out", help="JSON lines; a table and plots beside them.")
     ] = None,
@@ -49,7 +52,7 @@ def ops_command(
     check_names("--without", absent)
     where = resolve_device(device)
     cases = ops.chosen_cases(where, names=names, quick=quick, part=_part(part))
-    plan = ops.Plan(frozenset(rivals), seconds, not check_only, frozenset(absent))
+    plan = ops.Plan(frozenset(rivals), seconds, not check_only, frozenset(absent), commit)
     if check_only:
         cases = [sizes.shrunk(case, 2**21) for case in cases]
     if out:
@@ -63,7 +66,7 @@ def ops_command(
     _print_ops(rows, str(where))
     if out and not check_only:
         _report(rows, out)
-    if any("wrong" in row for row in rows):
+    if any("wrong" in row or ("failed" in row and row["role"] == "ours") for row in rows):
         raise typer.Exit(1)
 
 
@@ -149,14 +152,19 @@ def _print_ops(rows: list[dict[str, Any]], where: str) -> None:
         spread = f"{times['p20']} - {times['p80']}"
         fraction = f"{row['fraction']:.0%}"
         table.add_row(row["case"], row["kernel"], times["p50"], spread, *rates, fraction, ratio)
-    console.print(table)
+    if table.row_count:
+        console.print(table)
+    counts = {state: sum(state in row for row in rows) for state in ("wrong", "failed", "refused")}
+    others = ", ".join(f"{count} {state}" for state, count in counts.items())
+    console.print(f"{where}: {len(rows) - sum(counts.values())} right, {others}", highlight=False)
     refused: dict[tuple[str, str, str], int] = {}
     for row in rows:
         if "refused" in row:
             key = row["op"], row["kernel"], row["refused"]
             refused[key] = refused.get(key, 0) + 1
     for (op, kernel, reason), count in refused.items():
-        console.print(f"[dim]{op}, {kernel}, {count} cases: {reason}[/]", highlight=False)
+        cases = "1 case" if count == 1 else f"{count} cases"
+        console.print(f"[dim]{op}, {kernel}, {cases}: {reason}[/]", highlight=False)
 
 
 def _report(rows: list[dict[str, Any]], out: Path) -> None:

@@ -22,8 +22,8 @@ from topkapi.device import device_info, driver_version
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """The facts without which a figure means nothing. Starts `git` and, beside a GPU, `nvidia-smi`
-    once; never synchronises.
+    """The facts without which a figure means nothing. Starts `git` twice and, beside a GPU,
+    `nvidia-smi` once; never synchronises.
     """
     info = device_info(device)
     return {
@@ -80,14 +80,18 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    here = Path(__file__).resolve().parent
+    """Of the tree that this package lies in; `-dirty` where the package was changed since."""
+    package = Path(__file__).resolve().parents[1]
+    commit = _git(package, "rev-parse", "--short", "HEAD")
+    changed = commit and _git(package, "status", "--porcelain", "--untracked-files=no", "--", ".")
+    return f"{commit}-dirty" if changed else commit or None
+
+
+def _git(folder: Path, *command: str) -> str:
     answer = subprocess.run(
-        ["git", "-C", str(here), "rev-parse", "--short", "HEAD"],
-        capture_output=True,
-        text=True,
-        check=False,
+        ["git", "-C", str(folder), *command], capture_output=True, text=True, check=False
     )
-    return answer.stdout.strip() or None
+    return answer.stdout.strip()
 
 
 def _cpu_name() -> str:

@@ -125,7 +125,10 @@ def sizes_for(device: torch.device, *, quick: bool = False) -> tuple[BenchCase, 
 
 
 def shrunk(case: BenchCase, most_tokens: int) -> BenchCase:
-    """The same kernels on less data, for compiling them: a shorter context for each request."""
-    if case.requests * case.context <= most_tokens or case.requests == 1:
+    """The same kernels on less data, for compiling them: a shorter context for each request. Only
+    where the kernels do not go by the context.
+    """
+    few = case.requests * case.context <= most_tokens or case.requests == 1
+    if few or case.op != "sparse_mla":
         return case
     return replace(case, context=max(2 * case.k, most_tokens // case.requests))
