@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
-from topkapi.engine.graphs import Outputs
+from topkapi.engine.graphs import FAULTS, Outputs
 
 
 class CudaRecording:
@@ -42,16 +42,7 @@ class CudaRecorder:
         with torch.cuda.device(self._device):
             self._warm_up(run)
             graph = torch.cuda.CUDAGraph()
-            # A capture that ends badly leaves its stream the current one: hence the outer context.
-            # Other threads may go on: what they do is not of this capture.
-            with (
-                torch.cuda.stream(torch.cuda.current_stream()),
-                torch.cuda.graph(
-                    graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-                ),
-            ):
-                outputs = run()
-            return CudaRecording(graph, outputs)
+            return CudaRecording(graph, self._capture(graph, run))
 
     def pool_bytes(self) -> int:
         """What the allocator has reserved for the pool."""
@@ -60,6 +51,28 @@ class CudaRecorder:
             for segment in torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
             if tuple(segment["segment_pool_id"]) == tuple(self._pool)
         )
+
+    def _capture(self, graph: torch.cuda.CUDAGraph, run: Callable[[], Outputs]) -> Outputs:
+        """Raises what `run` raises: ending a capture that went wrong raises something else."""
+        first: Exception | None = None
+        try:
+            # A capture that ends badly leaves its stream the current one: hence the outer context.
+            # Other threads may go on: what they do is not of this capture.
+            with (
+                torch.cuda.stream(torch.cuda.current_stream()),
+                torch.cuda.graph(
+                    graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+                ),
+            ):
+                try:
+                    return run()
+                except FAULTS as error:
+                    first = error
+                    raise
+        except FAULTS as error:
+            raise (first or error) from None
+        finally:
+            first = None  # its traceback holds this frame
 
     def _warm_up(self, run: Callable[[], Outputs]) -> None:
         current = torch.cuda.current_stream()

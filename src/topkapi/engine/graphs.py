@@ -185,9 +185,7 @@ def total(parts: Sequence[GraphStats]) -> GraphStats:
 
 
 def _told(error: BaseException) -> str:
-    """The first thing that went wrong, and where: a capture that ends badly raises again."""
-    while error.__context__ is not None:
-        error = error.__context__
+    """What went wrong, and where."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     words = str(error).strip().splitlines()
