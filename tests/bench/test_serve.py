@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from engine.drafting import save_checkpoint
 from engine.test_engine_faults import BAD, Countdown
 from engine.test_scheduler import Source
-from topkapi.bench import serve
+from topkapi.bench import serve, serve_command
 from topkapi.bench.command import app
 from topkapi.bench.random_model import random_config, random_model
 from topkapi.bench.record import quantiles, read_lines
@@ -180,6 +180,12 @@ def test_ratios_say_what_a_feature_is_worth() -> None:
     assert (cache["differ"], cache["compared"]) == (1, 8)
     assert speculation["first_token_p99"] == 0.25  # drafting was slower here
     assert speculation["requests_per_second"] == 0.5
+
+
+def test_the_table_says_after_how_many_tokens_answers_part() -> None:
+    told = serve_command._other_tokens({"differ": 2, "compared": 4, "parted_after": [3, 17]})
+    assert told == "2 of 4, after 3 to 17"
+    assert serve_command._other_tokens({"differ": 0, "compared": 4, "parted_after": []}) == "0 of 4"
 
 
 @pytest.fixture(scope="module")

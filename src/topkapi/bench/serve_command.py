@@ -139,7 +139,7 @@ def _print_variants(rows: Sequence[dict[str, Any]]) -> None:
         "prefix hits": lambda row: f"{row['prefix_hit_rate']:.0%}",
         "steps replayed": lambda row: row["graphs"]["off"] or str(row["graphs"]["replays"]),
         "tokens a verifying step": lambda row: _number(row["acceptance_length"]),
-        "other tokens": lambda row: f"{row['differ']} of {row['compared']}",
+        "other tokens": _other_tokens,
     }
     for name, show in figures.items():
         table.add_row(name, *(show(row) for row in good))
@@ -160,6 +160,12 @@ def _completed(row: dict[str, Any]) -> str:
     others = {name: n for name, n in row["reasons"].items() if name not in ("stop", "length")}
     told = "".join(f", {n} {name}" for name, n in others.items())
     return f"{row['completed']} of {row['requests']}{told}"
+
+
+def _other_tokens(row: dict[str, Any]) -> str:
+    parted = row["parted_after"]
+    after = f", after {parted[0]} to {parted[-1]}" if parted else ""
+    return f"{row['differ']} of {row['compared']}{after}"
 
 
 def _spread(values: dict[str, float], scale: float) -> str:
