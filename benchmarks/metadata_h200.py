@@ -12,6 +12,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +22,14 @@ from torch.profiler import ProfilerActivity, profile
 from topkapi.attention import ForwardMode, NativeSparseAttnBackend, SpecInfo
 from topkapi.bench.record import environment, quantiles, write_lines
 from topkapi.cache import NSATokenToKVPool, ReqToTokenPool
-from topkapi.config import DsaConfig
+from topkapi.doctor.choices import DEEPSEEK_V32
 
-MAX_CONTEXT, TOPK, DRAFTS = 163840, 2048, 4
-CONFIG = DsaConfig(
-    model_type="deepseek_v32",
-    num_hidden_layers=1,
-    num_attention_heads=128,
-    kv_lora_rank=512,
-    qk_nope_head_dim=128,
-    qk_rope_head_dim=64,
-    v_head_dim=128,
-    index_n_heads=64,
-    index_head_dim=128,
-    index_topk=TOPK,
-    scaling=192**-0.5,
-    indexer_types=("full",),
-    indexer_rope="half",
-    max_position_embeddings=MAX_CONTEXT,
+DRAFTS = 4
+# Metadata is made once for all layers: one is enough.
+CONFIG = replace(
+    DEEPSEEK_V32, num_hidden_layers=1, indexer_types=("full",), num_nextn_predict_layers=0
 )
+MAX_CONTEXT, TOPK = CONFIG.max_position_embeddings, CONFIG.index_topk
 
 
 def per_request(seq_lens: torch.Tensor, table: torch.Tensor, rows: torch.Tensor, q: int) -> Any:

@@ -64,3 +64,13 @@ def test_random_caches_are_full(script: Any) -> None:
         for layer_id in pool.layers:
             assert pool.get_key_buffer(layer_id)[slots].flatten(1).any(dim=1).all()
             assert pool.get_index_k_with_scale_buffer(layer_id).any()
+
+
+@pytest.mark.parametrize("script", ["metadata_h200"], indirect=True)
+def test_both_sides_start_the_same_step(script: Any) -> None:
+    mode = script.ForwardMode.TARGET_VERIFY
+    backend, calls = script.sides(2, mode, script.DRAFTS, CPU)  # raises where they disagree
+    expanded, table, *_ = calls["per request"]()
+    assert expanded.shape == (2 * script.DRAFTS,)
+    assert table.shape == (2 * script.DRAFTS, int(expanded.max()))
+    assert backend.cuda_graph_bytes() > 0
