@@ -57,7 +57,8 @@ class Kernel:
     names it. `exact` is False for one whose answer may differ from the reference's beyond rounding:
     it runs only by name. `provider()`, where present, names the installed package and version that
     a launch would call. `batch_invariant` promises a row the same bits in any batch, where the
-    problem asks for it: of `sparse_mla` by launching with `batch_invariant=True`.
+    problem asks for it: of `sparse_mla` by launching with `batch_invariant=True`. `note` is what
+    its user should know, in a few words.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Kernel:
     exact: bool = True
     batch_invariant: bool = False
     provider: Callable[[], str | None] | None = None
+    note: str = ""
 
     def reason(self, problem: Problem) -> str | None:
         """Why this kernel does not take `problem`, or None."""
@@ -87,7 +89,8 @@ class Kernel:
 @dataclass(frozen=True)
 class Verdict:
     """One line of `explain`: a kernel, the reason it refuses (None when usable), the heads it would
-    compute for nothing, whether `auto` may take it, and the package and version that provide it.
+    compute for nothing, whether `auto` may take it, the package and version that provide it, and
+    what its user should know.
     """
 
     kernel: str
@@ -95,6 +98,7 @@ class Verdict:
     padded_heads: int = 0
     auto: bool = True
     provider: str | None = None
+    note: str = ""
 
 
 def no_order(problem: Problem) -> tuple[str, ...]:
@@ -162,6 +166,7 @@ class Op:
     def _verdict(kernel: Kernel, problem: Problem, auto: bool) -> Verdict:
         reason = kernel.reason(problem)
         if reason is not None:
-            return Verdict(kernel.name, reason, auto=auto)
+            return Verdict(kernel.name, reason, auto=auto, note=kernel.note)
         provider = kernel.provider() if kernel.provider else None
-        return Verdict(kernel.name, None, kernel.padded_heads(problem), auto, provider)
+        padded = kernel.padded_heads(problem)
+        return Verdict(kernel.name, None, padded, auto, provider, kernel.note)

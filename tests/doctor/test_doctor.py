@@ -22,6 +22,7 @@ from topkapi.doctor.choices import DEEPSEEK_V32, STEPS, Step, choices, problems
 from topkapi.doctor.memory import Budget, cache_costs, tokens_within
 from topkapi.doctor.tables import print_report
 from topkapi.errors import CheckpointError, ConfigError, UnsupportedModelError
+from topkapi.kernels.external import aiter, topk_vllm
 from topkapi.layout import PAGE_SIZE
 
 H200 = DeviceInfo("cuda", 90, "NVIDIA H200", 132, 232448, True)
@@ -77,6 +78,20 @@ def test_an_h200_that_is_not_there() -> None:
         assert words in text
 
 
+def test_what_was_never_run_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it would stand on a machine that has the package."""
+    for package in (aiter, topk_vllm):
+        monkeypatch.setattr(package, "refuse_package", lambda providers: None)
+    mi300 = DeviceInfo("hip", "gfx942", "MI300X", 304, 65536, True)
+    monkeypatch.setattr(report, "device_info", lambda device: mi300)
+    found = examine("cpu", heads=16)
+    rows = {item.kernel: item for item in found.kernels["decode"]["sparse_mla"]}
+    assert (rows["aiter"].reason, rows["aiter"].auto) == (None, False)
+    said = " ".join(text_of(found).split())
+    assert "decode: yes, by name; never run: no AMD machine was at hand" in said
+    assert {item.note for item in found.kernels["decode"]["topk"]} >= {"", "inexact"}
+
+
 def test_operations_are_asked_what_a_step_asks() -> None:
     asked = problems(DEEPSEEK_V32, H200, "fp8", Step("decode", 64))
     assert asked["sparse_mla"].num_heads == 128
@@ -117,7 +132,7 @@ def test_json_has_only_plain_values(tiny: Path) -> None:
         "free_bytes", "weight_bytes", "fraction", "assumption", "cache_bytes",
     }  # fmt: skip
     assert set(plain["kernels"]["decode"]["topk"][0]) == {
-        "kernel", "reason", "padded_heads", "auto", "provider",
+        "kernel", "reason", "padded_heads", "auto", "provider", "note",
     }  # fmt: skip
 
 

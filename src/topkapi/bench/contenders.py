@@ -42,9 +42,12 @@ class Contender:
 
 def check_names(option: str, names: Collection[str]) -> None:
     """Refuse names of kernels that no operation has, before any work."""
-    known = {kernel.name for op in OPS.values() for kernel in op.kernels} | {"all", "none"}
-    if unknown := sorted(set(names) - known - {TORCH_TOPK}):
-        raise ConfigError(f"{option}: no kernel named {', '.join(unknown)}; known: {sorted(known)}")
+    known = {kernel.name for op in OPS.values() for kernel in op.kernels}
+    known |= {"all", "none", TORCH_TOPK}
+    if unknown := sorted(set(names) - known):
+        raise ConfigError(
+            f"{option}: no kernel named {', '.join(unknown)}; known: {', '.join(sorted(known))}"
+        )
 
 
 def contenders(

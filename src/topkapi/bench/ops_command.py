@@ -47,7 +47,8 @@ def ops_command(
 
     names, rivals, absent = _words(op), _words(vs), _words(without)
     if unknown := sorted(set(names) - set(NAMES)):
-        raise ConfigError(f"--op: no such operation: {', '.join(unknown)}; known: {NAMES}")
+        known = ", ".join(NAMES)
+        raise ConfigError(f"--op: no operation named {', '.join(unknown)}; known: {known}")
     check_names("--vs", rivals)
     check_names("--without", absent)
     where = resolve_device(device)

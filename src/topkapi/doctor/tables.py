@@ -62,7 +62,7 @@ def _said(verdict: Verdict, heads: int) -> str:
         words += f" ({verdict.provider})"
     if verdict.padded_heads:
         words += f", {verdict.padded_heads} heads computed beside the {heads}"
-    return words
+    return f"{words}; {verdict.note}" if verdict.note else words
 
 
 def _choices(report: DoctorReport) -> Table:

@@ -59,5 +59,12 @@ def _refuse(problem: Problem) -> str | None:
 
 
 TOPK = Kernel(
-    "sgl_kernel", "topk", _refuse, topk, peer=True, exact=False, provider=provided_by(PROVIDERS)
+    "sgl_kernel",
+    "topk",
+    _refuse,
+    topk,
+    peer=True,
+    exact=False,
+    provider=provided_by(PROVIDERS),
+    note="inexact",
 )

@@ -56,5 +56,12 @@ def _refuse(problem: Problem) -> str | None:
 
 
 TOPK = Kernel(
-    "vllm", "topk", _refuse, topk, peer=True, exact=False, provider=provided_by(PROVIDERS)
+    "vllm",
+    "topk",
+    _refuse,
+    topk,
+    peer=True,
+    exact=False,
+    provider=provided_by(PROVIDERS),
+    note="inexact",
 )
