@@ -194,6 +194,7 @@ def _plot_moving(axis: Any, rows: Sequence[Row], kernels: Sequence[str], ceiling
     )
     ceiling = ceilings["bytes_per_second"] / 1e12
     axis.axhline(ceiling, color="black", linewidth=1.2, label=f"copy, {ceiling:.3g} TB/s")
+    axis.set_ylim(top=2 * ceiling)
     axis.set_xlabel("MB that must be moved")
     axis.set_ylabel("TB/s")
     axis.legend(fontsize=7, loc="lower right")
