@@ -24,6 +24,10 @@ class KernelRefusedError(TopkapiError, RuntimeError):
     """No usable kernel, or the one named by the user cannot take this problem."""
 
 
+class DeviceFailedError(TopkapiError, RuntimeError):
+    """A kernel broke the device for this process (it read outside its memory, say)."""
+
+
 class CacheExhaustedError(TopkapiError, MemoryError):
     """The paged cache, or the request table, has no room left."""
 

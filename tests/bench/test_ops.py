@@ -25,7 +25,7 @@ from topkapi.bench.ops_page import page
 from topkapi.bench.ops_plot import plot_ops, plot_roofline
 from topkapi.bench.record import read_lines
 from topkapi.dispatch import Kernel, Op
-from topkapi.errors import ConfigError, KernelRefusedError
+from topkapi.errors import ConfigError, DeviceFailedError, KernelRefusedError
 from topkapi.reference.topk import topk as reference_topk
 
 CPU = torch.device("cpu")
@@ -111,6 +111,29 @@ def test_a_kernel_that_refuses_or_dies_says_so(monkeypatch: pytest.MonkeyPatch) 
     text = page(rows)
     assert "- peer refused 2 cases: needs \\| sm90" in text
     assert text.count("**failed**: other") == 2
+
+
+def test_a_kernel_that_breaks_the_device_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was measured before is given, and the message says whom to run apart."""
+
+    def dies(logits: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+        if logits.shape[0] == 4:
+            raise RuntimeError("an illegal memory access")
+        return reference_topk(logits, torch.full((3,), logits.shape[1]), 16)
+
+    with_kernels(monkeypatch, kernel("peer", dies))
+    monkeypatch.setattr(ops, "_alive", lambda device: False)
+    run = ops.run([TOPK, replace(TOPK, rows=4)], CPU, ops.Plan(frozenset({"peer"}), seconds=0.0))
+    assert "seconds" in next(run)
+    with pytest.raises(DeviceFailedError, match=r"topk, 4 x 200: .*illegal.* one of peer: measure"):
+        next(run)
+
+    def interrupted(*_: object) -> None:
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(ops, "interleaved", interrupted)
+    with pytest.raises(DeviceFailedError, match="one of peer: measure"):
+        list(ops.run([TOPK], CPU, ops.Plan(frozenset({"peer"}))))
 
 
 @pytest.mark.parametrize(

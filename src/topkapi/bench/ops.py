@@ -8,7 +8,7 @@ same run (`ceilings`).
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from topkapi.bench.clock import Timed, interleaved, prepare
 from topkapi.bench.contenders import Contender, answer, contenders, spoil
 from topkapi.bench.inputs import Arguments, make_inputs
 from topkapi.bench.record import environment, package_versions, quantiles
-from topkapi.errors import KernelRefusedError, ShapeError
+from topkapi.errors import DeviceFailedError, KernelRefusedError, ShapeError
 
 CASES = sizes.CPU_CASES
 
@@ -74,7 +74,10 @@ class Plan:
 
 
 def run(cases: Sequence[BenchCase], device: torch.device, plan: Plan) -> Iterator[dict[str, Any]]:
-    """One row a case and contender; those of one case together, when it is done."""
+    """One row a case and contender; those of one case together, when it is done.
+
+    Raises `DeviceFailedError` where a kernel leaves a device that takes no more work.
+    """
     facts = environment(device) | {"packages": package_versions(PEER_PACKAGES)}
     if plan.commit:
         facts["commit"] = plan.commit
@@ -109,9 +112,16 @@ def _measure(
             except FAILURES as error:
                 row.pop("error")
                 row["failed"] = _in_words(error)
+        if "failed" in row and not _alive(device):
+            raise DeviceFailedError(_last_words(case, [contender.name], row["failed"]))
     if not timed or ceilings is None:
         return rows
-    times = interleaved(timed, _rounds(timed, plan.seconds, device), device)
+    try:
+        times = interleaved(timed, _rounds(timed, plan.seconds, device), device)
+    except RuntimeError as error:
+        if _alive(device):
+            raise
+        raise DeviceFailedError(_last_words(case, timed, _in_words(error))) from error
     moved, flops = case.work(_distinct(case, arguments))
     floor = ceilings.floor(moved, flops, case.arithmetic)
     for row in rows:
@@ -121,6 +131,25 @@ def _measure(
             row |= {"seconds": quantiles(times[name]), "rounds": len(times[name])}
             row |= {"timing": timed[name].how, "floor_seconds": floor}
     return compared(rows)
+
+
+def _alive(device: torch.device) -> bool:
+    """Whether the device still takes work of this process."""
+    if device.type != "cuda":
+        return True
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _last_words(case: BenchCase, names: Iterable[str], error: str) -> str:
+    return (
+        f"{case.name}: {error}. The device takes no more work of this process; the rows of the "
+        f"cases before are kept. It was one of {', '.join(names)}: measure them apart (--vs, "
+        "--without)"
+    )
 
 
 def _rounded(value: Any) -> Any:
