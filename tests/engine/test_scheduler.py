@@ -238,9 +238,9 @@ def test_urgency_preempts_the_less_urgent_alone_and_only_if_that_is_enough() -> 
     assert pages.available == 11
 
 
-def sharing(pages: int) -> Scheduler:
+def sharing(pages: int, tokens: int = 64) -> Scheduler:
     leases = PageLeases(PageAllocator(pages + 1, PAGE), PrefixTree(PAGE))
-    return Scheduler(SchedulerLimits(64, 8), leases, Source(8))
+    return Scheduler(SchedulerLimits(tokens, 8), leases, Source(8))
 
 
 def same_prompt(number: int, length: int) -> Request:
@@ -264,6 +264,18 @@ def test_a_prompt_that_is_being_computed_is_waited_for_and_then_found() -> None:
     assert shape(shared_step(scheduler)) == [(0, 0, 13)]
     assert shape(shared_step(scheduler)) == [(0, 13, 1), (1, 12, 1), (2, 12, 1)]
     assert (scheduler.num_looked_up, scheduler.num_found) == (39, 24)
+
+
+def test_a_prompt_that_takes_several_steps_is_waited_for_in_the_last() -> None:
+    """What that step has room for would go to computing the same pages again."""
+    scheduler = sharing(pages=60, tokens=16)
+    scheduler.add(same_prompt(0, 45))
+    scheduler.add(same_prompt(1, 49))
+    scheduler.add(request(2, 5))
+    steps = [shape(shared_step(scheduler)) for _ in range(4)]
+    assert steps[:3] == [[(0, 0, 16)], [(0, 16, 16)], [(0, 32, 13)]]
+    assert steps[3] == [(0, 45, 1), (1, 44, 5), (2, 0, 5)]
+    assert scheduler.num_found == 44
 
 
 def test_a_prompt_of_whole_pages_runs_its_last_page_again() -> None:

@@ -10,8 +10,8 @@ The rules:
   other known tokens at once. It leaves one spare page for each running request, so that a request
   just admitted is not thrown out by the next page somebody needs. Nobody is admitted past a
   waiting request that does not fit.
-- A request whose next page another one computes in this very step waits for the next step, and
-  finds it there.
+- A request whose next page another one, which samples in this very step, has computed by then
+  waits for the next step, and finds it there.
 - A decode that needs a page when none is free preempts the last running request: it lets its pages
   go and waits, to be computed again from its tokens (seeds are counted by position, so its text
   does not change), as far as they have left the prefix cache by then. A waiting request preempts
@@ -251,14 +251,18 @@ class Scheduler:
         return _chunk(request, budget)
 
     def _computed_now(self, request: Request, cached: int, chunks: Sequence[Chunk]) -> bool:
-        """Whether this step computes the page that `request` misses next, with the same prefix."""
+        """Whether the page that `request` misses next, with the same prefix, can be found after
+        this step: a request that samples in it has computed the page by then, and shares it.
+        """
         end = cached + self.leases.page_size
         if self.leases.tree is None or end > request.num_skippable:
             return False
+        page = request.token_ids[cached:end]
         return any(
-            chunk.start < end <= chunk.start + chunk.length
+            end <= chunk.start + chunk.length
             and chunk.samples
-            and chunk.request.token_ids[:end] == request.token_ids[:end]
+            and chunk.request.token_ids[cached:end] == page  # cheap, and seldom true by chance
+            and chunk.request.token_ids[:cached] == request.token_ids[:cached]
             for chunk in chunks
         )
 
