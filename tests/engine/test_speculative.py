@@ -58,8 +58,14 @@ def test_greedy_tokens_are_those_of_plain_decoding(
     assert stats.num_rounds == sum(rounds)
     assert stats.num_accepted == sum(output.num_accepted for output in outputs)
     assert stats.num_accepted == sum(stats.accepted_at)
+    told = llm.stats()
+    assert told.speculation == stats
+    length = told.to_json()["speculation"]["acceptance_length"]
+    assert 1 < length == stats.acceptance_length <= 1 + steps
     assert stats.acceptance_length is not None
     assert stats.acceptance_length > 1.3
+    stats.note(1, [1])
+    assert told.speculation != stats  # as it was when it was asked for
 
 
 def test_deterministic_bf16_gives_the_same_tokens(guessing: Path) -> None:

@@ -8,6 +8,7 @@ chat templates.
 
 from __future__ import annotations
 
+import copy
 import operator
 import secrets
 import time
@@ -32,6 +33,7 @@ from topkapi.engine.request import (
 from topkapi.engine.sampler import NOTHING_ALLOWED
 from topkapi.engine.scheduler import Batch, Scheduler
 from topkapi.engine.selection_stats import SelectionStats
+from topkapi.engine.speculation_stats import SpeculationStats
 from topkapi.engine.stats import CacheStats, EngineStats
 from topkapi.engine.timeline import Timeline
 from topkapi.errors import KernelRefusedError, ParallelError, RequestError, TopkapiError
@@ -80,10 +82,11 @@ class Engine:
         timeline: Timeline | None = None,
         selection: SelectionStats | None = None,
         graphs: Callable[[], GraphStats] = GraphStats,
+        speculation: SpeculationStats | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`timeline`, `selection` and `graphs` are the runner's, read here; `clock` gives seconds,
-        for timeouts.
+        """`timeline`, `selection`, `graphs` and `speculation` are the runner's, read here; `clock`
+        gives seconds, for timeouts.
         """
         self.limits = limits
         self.scheduler = scheduler
@@ -95,6 +98,7 @@ class Engine:
         self._timeline = timeline or Timeline()
         self._selection = selection
         self._graphs = graphs
+        self._speculation = speculation
         self._clock = clock
         self._steps = 0
         self._computed_tokens = 0
@@ -204,6 +208,7 @@ class Engine:
             cache=CacheStats.of(scheduler.leases, scheduler.num_looked_up, scheduler.num_found),
             selection=self._selection.read() if self._selection else [],
             graphs=self._graphs(),
+            speculation=copy.deepcopy(self._speculation),
         )
 
     def _expire(self) -> list[RequestUpdate]:

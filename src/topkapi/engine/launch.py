@@ -143,7 +143,14 @@ def make_engine(
     off = "the model is split over several ranks" if place else _no_graphs(options, device)
     graphs = _start_graphs(runner, options, off, device, timeline, selection)
     return Engine(
-        runner, scheduler, limits, tokenizer, timeline=timeline, selection=selection, graphs=graphs
+        runner,
+        scheduler,
+        limits,
+        tokenizer,
+        timeline=timeline,
+        selection=selection,
+        graphs=graphs,
+        speculation=runner.stats if isinstance(runner, SpeculativeRunner) else None,
     )
 
 

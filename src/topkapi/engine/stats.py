@@ -8,6 +8,7 @@ from typing import Any
 from topkapi.cache.leases import PageLeases
 from topkapi.engine.graphs import GraphStats
 from topkapi.engine.selection_stats import LayerSelection
+from topkapi.engine.speculation_stats import SpeculationStats
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,8 @@ class EngineStats:
     """Counters since the engine was made, and how it stands.
 
     `seconds` by phase, see `timeline`. `finished` counts requests by finish reason. `selection` is
-    empty unless asked for. `graphs` are the steps that are replayed.
+    empty unless asked for. `graphs` are the steps that are replayed. `speculation` is None where
+    nothing is drafted.
     """
 
     running: int
@@ -74,9 +76,12 @@ class EngineStats:
     cache: CacheStats
     selection: list[LayerSelection]
     graphs: GraphStats = field(default_factory=GraphStats)
+    speculation: SpeculationStats | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, rates included."""
         values = asdict(self)
         values["cache"] |= {"occupancy": self.cache.occupancy, "hit_rate": self.cache.hit_rate}
+        if self.speculation is not None:
+            values["speculation"]["acceptance_length"] = self.speculation.acceptance_length
         return values
