@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from peers.tiny_models import BY_NAME
 from topkapi.config import BackendOptions
 from topkapi.engine.llm import LLM
 from topkapi.engine.request import RequestOutput, SamplingParams
-from topkapi.models.row_invariant import per_head, row_invariant_linear
+from topkapi.models.row_invariant import RowInvariant, per_head, row_invariant_linear
 
 PARAMS = SamplingParams(temperature=0, max_tokens=18, ignore_eos=True, logprobs=5)
 
@@ -93,3 +93,37 @@ def test_products_are_right_and_rows_their_own(dtype: torch.dtype) -> None:
         assert torch.equal(part, flat[first:last])
         part = per_head(x[first:last], weight, row_invariant=True)
         assert torch.equal(part, heads[first:last])
+
+
+SUMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "mean": lambda x: x.mean(-1, keepdim=True),
+    "mean of a function": lambda x: torch.mean(x, dim=(x.ndim - 1,)),
+    "sum": lambda x: x.sum(dim=-1),
+    "sum in fp32": lambda x: torch.sum(x, -1, True, dtype=torch.float32),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_over_rows_are_right_and_their_own(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, over = torch.randn(2, 37, 300).to(dtype), SUMS[name]
+    with RowInvariant():
+        whole = over(x)
+        parts = [over(x[:, first:last]) for first, last in ((0, 1), (1, 20), (20, 37))]
+    assert whole.shape == over(x).shape
+    assert whole.dtype == over(x).dtype
+    torch.testing.assert_close(whole, over(x))
+    assert torch.equal(torch.cat(parts, dim=1), whole)
+
+
+def test_other_sums_are_left_alone() -> None:
+    x = torch.randn(3, 40, 5)
+    with RowInvariant():
+        assert torch.equal(x.sum(), x.sum())
+        assert x.sum(1).shape == (3, 5)
+        assert x.mean((0, 2)).shape == (40,)
+        assert (x > 0).sum(-1).dtype == torch.int64
+        assert x[:0].mean(-1).shape == (0, 40)
+        assert x[0, 0].mean(-1).shape == ()
+    torch.testing.assert_close(x.sum(1), x.transpose(1, 2).sum(-1))

@@ -12,6 +12,7 @@ from cases import SelectCase
 from topkapi import ops, reference
 from topkapi.attention.index_queries import quantize_index_query
 from topkapi.errors import KernelRefusedError
+from topkapi.models.row_invariant import RowInvariant
 
 pytestmark = [
     pytest.mark.gpu,
@@ -86,3 +87,13 @@ def test_scores_of_a_prompt_and_of_decoding_are_the_same_bits(
         some["context"] = context
         assert torch.equal(ops.indexer_logits(**some), whole[index]), rows
         assert torch.equal(ops.select(**some, k=k, batch_invariant=True), chosen[index]), rows
+
+
+@pytest.mark.parametrize("width", [64, 1536, 7168, 16384])
+def test_a_norm_does_not_depend_on_the_number_of_rows(width: int) -> None:
+    x = torch.randn(300, width, device="cuda")
+    with RowInvariant():
+        whole = x.pow(2).mean(-1, keepdim=True)
+        for first, last in ((0, 1), (1, 3), (3, 10), (10, 40), (40, 300)):
+            assert torch.equal(x[first:last].pow(2).mean(-1, keepdim=True), whole[first:last])
+    torch.testing.assert_close(whole, x.pow(2).mean(-1, keepdim=True))

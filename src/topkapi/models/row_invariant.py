@@ -2,10 +2,11 @@
 
 BLAS libraries choose another kernel, and so another order of sums, for another number of rows. Here
 every product runs over tiles of a fixed number of rows, the last one filled up: a row's bits are
-then its own, in any batch, chunk or place. Some of torch's CPU functions have one formula for whole
-vectors of elements and another for what is left at the end of a buffer: there every row is filled
-up. The price is the filling, and smaller products: this is for runs that must be repeatable bit by
-bit, not for speed.
+then its own, in any batch, chunk or place. So do sums over a row, as in a norm: on a GPU torch
+gives a row more threads where there are few rows. Some of torch's CPU functions have one formula
+for whole vectors of elements and another for what is left at the end of a buffer: there every row
+is filled up. The price is the filling, and smaller products: this is for runs that must be
+repeatable bit by bit, not for speed.
 """
 
 from __future__ import annotations
@@ -33,11 +34,12 @@ _TWO_FORMULAS = {
     torch.sigmoid,
     torch.Tensor.sigmoid,
 }
+_SUMS = {torch.mean, torch.Tensor.mean, torch.sum, torch.Tensor.sum}
 
 
 class RowInvariant(TorchFunctionMode):
-    """A context in which `nn.functional.linear`, and so every `nn.Linear`, and activations are
-    row-invariant.
+    """A context in which `nn.functional.linear`, and so every `nn.Linear`, activations, and sums
+    and means over the last dimension are row-invariant.
     """
 
     def __torch_function__(
@@ -51,6 +53,8 @@ class RowInvariant(TorchFunctionMode):
             return row_invariant_linear(*args, **(kwargs or {}))
         if func in _TWO_FORMULAS and args[0].device.type == "cpu":
             return _elementwise(func, args, kwargs or {})
+        if func in _SUMS and _is_over_rows(*args, **(kwargs or {})):
+            return _over_rows(func, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
@@ -98,6 +102,27 @@ def _elementwise(
     step = max(1, _CPU_GRAIN // rows.shape[1])
     parts = [func(part, *rest, **kwargs) for part in torch.split(rows, step)]
     return torch.cat(parts)[:, : x.shape[-1]].reshape(x.shape)
+
+
+def _is_over_rows(x: torch.Tensor, dim: Any = None, *_: Any, out: Any = None, **__: Any) -> bool:
+    """Whether a sum or mean is over the last of several dimensions alone, and rounds."""
+    if not x.is_floating_point() or x.ndim < 2 or not x.numel() or out is not None:
+        return False
+    dims = dim if isinstance(dim, list | tuple) else (dim,)
+    return len(dims) == 1 and dims[0] in (-1, x.ndim - 1)
+
+
+def _over_rows(
+    func: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    dim: Any,
+    keepdim: bool = False,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """`func` over the last dimension of `x [..., K]`, tile by tile of rows."""
+    parts = [func(tile, -1, **kwargs)[:n] for _, tile, n in _tiles(x.reshape(-1, x.shape[-1]), 0)]
+    out = torch.cat(parts).view(x.shape[:-1])
+    return out.unsqueeze(-1) if keepdim else out
 
 
 def _tiles(x: torch.Tensor, dim: int) -> list[tuple[int, torch.Tensor, int]]:
