@@ -68,7 +68,7 @@ def spoil(tensors: Iterable[torch.Tensor]) -> None:
 
 def replaying(llm: LLM, sizes: list[int] | None = None) -> RerunRecorder:
     """Let `llm` replay its steps from now on."""
-    runner, selection = llm.engine._runner, llm.engine._selection
+    runner, selection = llm.engine._runner, llm.engine._watched.selection
 
     @contextmanager
     def quiet() -> Iterator[None]:

@@ -14,7 +14,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from topkapi.engine.detokenizer import Decoder, Detokenizer, OutputText
@@ -69,6 +69,16 @@ class _Live:
     text: OutputText
 
 
+@dataclass(frozen=True)
+class Watched:
+    """What a runner tells of itself as it goes, for `Engine.stats`."""
+
+    timeline: Timeline = field(default_factory=Timeline)
+    selection: SelectionStats | None = None
+    graphs: Callable[[], GraphStats] = GraphStats
+    speculation: SpeculationStats | None = None
+
+
 class Engine:
     """Continuous batching over one model on one device."""
 
@@ -79,15 +89,10 @@ class Engine:
         limits: EngineLimits,
         tokenizer: Decoder | None = None,
         *,
-        timeline: Timeline | None = None,
-        selection: SelectionStats | None = None,
-        graphs: Callable[[], GraphStats] = GraphStats,
-        speculation: SpeculationStats | None = None,
+        watched: Watched | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`timeline`, `selection`, `graphs` and `speculation` are the runner's, read here; `clock`
-        gives seconds, for timeouts.
-        """
+        """`watched` is the runner's, read here; `clock` gives seconds, for timeouts."""
         self.limits = limits
         self.scheduler = scheduler
         self._runner = runner
@@ -95,10 +100,8 @@ class Engine:
         self._grammars = GrammarCompiler(tokenizer, limits.vocab_size, limits.eos_token_ids)
         self._live: dict[int, _Live] = {}
         self._next_id = 0
-        self._timeline = timeline or Timeline()
-        self._selection = selection
-        self._graphs = graphs
-        self._speculation = speculation
+        self._watched = watched or Watched()
+        self._timeline = self._watched.timeline
         self._clock = clock
         self._steps = 0
         self._computed_tokens = 0
@@ -196,7 +199,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counters and occupancy. Waits for the device where selections are looked at."""
-        scheduler = self.scheduler
+        scheduler, watched = self.scheduler, self._watched
         return EngineStats(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
@@ -206,9 +209,9 @@ class Engine:
             finished=dict(self._finished),
             seconds=dict(self._timeline.seconds),
             cache=CacheStats.of(scheduler.leases, scheduler.num_looked_up, scheduler.num_found),
-            selection=self._selection.read() if self._selection else [],
-            graphs=self._graphs(),
-            speculation=copy.deepcopy(self._speculation),
+            selection=watched.selection.read() if watched.selection else [],
+            graphs=watched.graphs(),
+            speculation=copy.deepcopy(watched.speculation),
         )
 
     def _expire(self) -> list[RequestUpdate]:

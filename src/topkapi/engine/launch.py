@@ -25,7 +25,7 @@ from topkapi.cache import (
 from topkapi.config import BackendOptions, DsaConfig
 from topkapi.device import free_memory
 from topkapi.engine.cuda_recorder import CudaRecorder
-from topkapi.engine.engine import Engine, EngineLimits
+from topkapi.engine.engine import Engine, EngineLimits, Watched
 from topkapi.engine.graphs import GraphStats, PaddedSizes
 from topkapi.engine.parallel_runner import CheckedBackend, Place
 from topkapi.engine.runner import Runner
@@ -133,25 +133,18 @@ def make_engine(
         watcher.watch(attention_modules(model, config))
     scheduler = Scheduler(options.scheduling, _make_leases(pages, pool, options), rows)
     runner: Runner
+    drafts = None
     if place is not None:
         runner = place.make_runner(model, backend, rows, pool, timeline)
     elif speculation is None:
         runner = Runner(model, backend, rows, pool, timeline)
     else:
         runner = SpeculativeRunner(model, backend, rows, pool, speculation, timeline)
-        scheduler.wanted_drafts = runner.wanted_drafts
+        scheduler.wanted_drafts, drafts = runner.wanted_drafts, runner.stats
     off = "the model is split over several ranks" if place else _no_graphs(options, device)
     graphs = _start_graphs(runner, options, off, device, timeline, selection)
-    return Engine(
-        runner,
-        scheduler,
-        limits,
-        tokenizer,
-        timeline=timeline,
-        selection=selection,
-        graphs=graphs,
-        speculation=runner.stats if isinstance(runner, SpeculativeRunner) else None,
-    )
+    watched = Watched(timeline, selection, graphs, drafts)
+    return Engine(runner, scheduler, limits, tokenizer, watched=watched)
 
 
 def _no_graphs(options: EngineOptions, device: torch.device) -> str:
