@@ -13,6 +13,7 @@ from peers.tiny_models import BY_NAME
 from topkapi.config import BackendOptions
 from topkapi.engine.llm import LLM
 from topkapi.engine.request import RequestOutput, SamplingParams
+from topkapi.models import row_invariant
 from topkapi.models.row_invariant import RowInvariant, per_head, row_invariant_linear
 
 PARAMS = SamplingParams(temperature=0, max_tokens=18, ignore_eos=True, logprobs=5)
@@ -105,11 +106,22 @@ SUMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("name", SUMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sums_over_rows_are_right_and_their_own(name: str, dtype: torch.dtype) -> None:
+def test_sums_over_rows_are_right_and_their_own(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU's sums are their own anyway, so it is seen that they go by tiles."""
     torch.manual_seed(0)
     x, over = torch.randn(2, 37, 300).to(dtype), SUMS[name]
+    seen, tiles = [], row_invariant._tiles
+
+    def tiled(*args: Any) -> Any:
+        seen.append(args)
+        return tiles(*args)
+
+    monkeypatch.setattr(row_invariant, "_tiles", tiled)
     with RowInvariant():
         whole = over(x)
+        assert len(seen) == 1
         parts = [over(x[:, first:last]) for first, last in ((0, 1), (1, 20), (20, 37))]
     assert whole.shape == over(x).shape
     assert whole.dtype == over(x).dtype
