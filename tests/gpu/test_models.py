@@ -14,6 +14,7 @@ import topkapi
 from topkapi import LLM, SamplingParams
 from topkapi.config import BackendOptions
 from topkapi.demo.documents import Question, is_right, make_document
+from topkapi.models.attention import head_weights
 from topkapi.models.loading import load_model, load_tokenizer, resolve_model_path
 
 pytestmark = [
@@ -89,6 +90,22 @@ def test_attached_generation_gives_the_cpus_tokens() -> None:
         there = {"inputs": ids.to(device), "attention_mask": mask.to(device)}
         tokens.append(model.generate(**there, max_new_tokens=20, do_sample=False).cpu())
     assert torch.equal(*tokens)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 64, 300, 4096])
+def test_head_weights_are_summed_in_fp32(rows: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(rows, 7168, device="cuda", dtype=torch.bfloat16)
+    projection = torch.nn.Linear(7168, 64, bias=False, device="cuda", dtype=torch.bfloat16)
+    exact = x.double() @ projection.weight.double().T
+    with torch.inference_mode():
+        plain, invariant = (head_weights(projection, x, row_invariant=i) for i in (False, True))
+        rounded = projection(x)
+    typical = exact.square().mean().sqrt()
+    assert plain.dtype == invariant.dtype == torch.float32
+    for got, bound in ((plain, 2e-4), (invariant, 1e-5)):
+        assert (got - exact).abs().max() < bound * typical
+    assert (rounded - exact).abs().max() > 1e-3 * typical
 
 
 @pytest.fixture(scope="module")
