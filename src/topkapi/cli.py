@@ -172,7 +172,9 @@ def bench(ctx: typer.Context) -> None:
     """Measure this machine; `topkapi bench --help` lists what can be measured."""
     from topkapi.bench.command import app as benchmarks
 
-    benchmarks(args=ctx.args, prog_name="topkapi bench", standalone_mode=False)
+    # A command's status is what the call returns where it does not end the process.
+    if status := benchmarks(args=ctx.args, prog_name="topkapi bench", standalone_mode=False):
+        raise typer.Exit(status)
 
 
 def main() -> None:

@@ -24,6 +24,7 @@ from topkapi.bench.inputs import make_inputs
 from topkapi.bench.ops_page import page
 from topkapi.bench.ops_plot import plot_ops, plot_roofline
 from topkapi.bench.record import read_lines
+from topkapi.cli import app as command_line
 from topkapi.dispatch import Kernel, Op
 from topkapi.errors import ConfigError, DeviceFailedError, KernelRefusedError
 from topkapi.reference.topk import topk as reference_topk
@@ -260,7 +261,7 @@ def test_checking_alone_says_what_was_right(monkeypatch: pytest.MonkeyPatch) -> 
     arguments = ["ops", "--device", "cpu", "--op", "topk", "--check-only"]
     for role, status in (("peer", 0), ("triton", 1)):
         with_kernels(monkeypatch, kernel("torch", right), kernel(role, dies))
-        result = CliRunner().invoke(app, arguments)
+        result = CliRunner().invoke(command_line, ["bench", *arguments])
         assert result.exit_code == status, result.output
         assert "cpu: 2 right, 0 wrong, 1 failed, 0 refused" in result.output
 
