@@ -32,7 +32,7 @@ from topkapi.bench.serve import (
 )
 from topkapi.bench.traffic import PlannedRequest, Traffic
 from topkapi.cache import PageAllocator, PageLeases, PrefixTree
-from topkapi.config import DsaConfig
+from topkapi.config import BackendOptions, DsaConfig
 from topkapi.engine.engine import Engine, EngineLimits
 from topkapi.engine.scheduler import Batch, Scheduler, SchedulerLimits
 from topkapi.errors import ConfigError, KernelRefusedError
@@ -243,6 +243,7 @@ def test_a_variant_that_dies_is_a_row(drafting: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(serve, "make_llm", make)
     rows = list(measure(ServeCase(str(drafting), TRAFFIC, CPU, 0), [BASE, NO_PREFIX_CACHE]))
     assert "completed" in rows[0]
+    assert rows[1]["options"] == {**CPU, "enable_prefix_cache": False}
     assert rows[1]["failed"] == "RuntimeError: out of memory"
     assert ratios(rows) == []
 
@@ -258,6 +259,14 @@ def test_variants_are_those_that_can_be(drafting: Path, monkeypatch: pytest.Monk
     assert options[NO_GRAPHS]["cuda_graphs"] is False
     assert options[SPECULATION]["speculative_num_steps"] == "auto"
     assert options[BASE]["speculative_num_steps"] == 0
+
+
+def test_options_are_told_where_they_are_not_the_defaults() -> None:
+    backend = BackendOptions(deterministic=True, topk_kernel="torch")
+    options = {"dtype": "auto", "page_size": 8, "trace": Path("t.json"), "backend_options": backend}
+    assert serve.changed_options(options) == {
+        "page_size": 8, "trace": "t.json", "deterministic": True, "topk_kernel": "torch",
+    }  # fmt: skip
 
 
 def test_every_variant_writes_its_own_trace(drafting: Path, tmp_path: Path) -> None:

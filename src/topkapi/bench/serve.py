@@ -16,7 +16,8 @@ import gc
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from inspect import signature
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -34,7 +35,7 @@ from topkapi.bench.traffic import (
     random_tokens,
     windows_of,
 )
-from topkapi.config import DsaConfig
+from topkapi.config import BackendOptions, DsaConfig
 from topkapi.demo.documents import make_document
 from topkapi.device import resolve_device
 from topkapi.engine.llm import LLM
@@ -240,7 +241,9 @@ def measure(
             traffic = case.traffic
             row: dict[str, Any] = {"bench": "serve", "variant": name, "repeat": repeat}
             row |= {"model": case.model, "mix": traffic.mix, "rate": str(traffic.rate)}
-            row |= {"prefixes": traffic.prefixes, "seed": traffic.seed, **facts}
+            row |= {"prefixes": traffic.prefixes, "prefix_tokens": traffic.prefix_tokens}
+            row |= {"length_scale": traffic.length_scale, "seed": traffic.seed}
+            row |= {"options": changed_options(options[name]), **facts}
             try:
                 served, figures = _run(case, options[name])
             except (TopkapiError, RuntimeError) as error:
@@ -248,6 +251,18 @@ def measure(
                 continue
             first = served if first is None else first
             yield {**row, **figures, **compare(served, first)}
+
+
+def changed_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the engine and of its backend that are not the defaults, as plain values."""
+    parameters, backend = signature(LLM.__init__).parameters, BackendOptions()
+    given = dict(options)
+    chosen = given.pop("backend_options", None) or backend
+    changed = {name: value for name, value in given.items() if value != parameters[name].default}
+    changed |= {
+        name: value for name, value in asdict(chosen).items() if value != getattr(backend, name)
+    }
+    return {name: str(v) if isinstance(v, Path) else v for name, v in changed.items()}
 
 
 def compare(served: Sequence[Served], first: Sequence[Served]) -> dict[str, Any]:
