@@ -26,10 +26,8 @@ from topkapi.kernels.hopper.gather import (
     COPIED,
     LATENT_DIM,
     ROPE_DIM,
-    ROWS,
     copy,
-    gather_half,
-    gather_staged,
+    gather_fp8,
     places,
 )
 from topkapi.kernels.hopper.softmax import (
@@ -37,7 +35,9 @@ from topkapi.kernels.hopper.softmax import (
     close,
     counted,
     exponents,
-    load_query,
+    finish_query,
+    rope_in_units,
+    start_query,
     zero_unseen,
 )
 
@@ -71,6 +71,9 @@ def _compute(
         fence_async_shared()
         rope = q_rope.index(origin).permute((1, 0))
         score = warpgroup_mma(ropes.index(stage), rope, zero, use_acc=False, is_async=True)
+        if FP8:
+            score = warpgroup_mma_wait(0, deps=[score])
+            score = rope_in_units(score, tokens, stage, 1)
         score = warpgroup_mma(latent, q_latent.index(origin).permute((1, 0)), score, is_async=True)
         score = warpgroup_mma_wait(0, deps=[score])
         score, rate = exponents(score, stretch, tokens, stage, scale, cap, 1, HAS_CAP, FP8)
@@ -127,7 +130,7 @@ def _compute_first(
     GROUPS: gl.constexpr, H, SPLIT: gl.constexpr, HAS_SINKS: gl.constexpr,
     HAS_CAP: gl.constexpr, FP8: gl.constexpr,
 ):  # fmt: skip
-    load_query(q, row, head_block, q_latent.index(0), q_rope.index(0), stretches, H, FP8, 4)
+    finish_query(q, q_latent.index(0), q_rope.index(0), stretches, FP8, 4)
     fence_async_shared()
     gl.thread_barrier()
     mbarrier.arrive(loaded, count=1)
@@ -157,7 +160,7 @@ def attend_narrow(
     q, kv, slots, sinks, out, lse, K, slots_stride, rows_stride, splits, scale, cap,
     H, W: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_N: gl.constexpr,
     SPLIT: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_CAP: gl.constexpr,
-    FP8: gl.constexpr, GROUPS: gl.constexpr, STAGED: gl.constexpr, REGISTERS: gl.constexpr,
+    FP8: gl.constexpr, GROUPS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     head_blocks = (H + BLOCK_H - 1) // BLOCK_H
     OPERAND: gl.constexpr = gl.float16 if FP8 else q.dtype.element_ty
@@ -167,16 +170,13 @@ def attend_narrow(
     head_block = program % head_blocks
     row = (program // head_blocks).to(gl.int64)
     slots += row * slots_stride
-    begin, end = places(slots, K, splits, BLOCK_N, SPLIT)
-    tiles = (end - begin + BLOCK_N - 1) // BLOCK_N
-
     latents = gl.allocate_shared_memory(OPERAND, [2, BLOCK_N, LATENT_DIM], SHARED)
-    ropes = gl.allocate_shared_memory(OPERAND, [2, BLOCK_N, ROPE_DIM], SHARED)
-    tokens = gl.allocate_shared_memory(gl.float32, [2 * ROWS, BLOCK_N], VECTOR)
+    ropes = gl.allocate_shared_memory(q.dtype.element_ty, [2, BLOCK_N, ROPE_DIM], SHARED)
+    tokens = gl.allocate_shared_memory(gl.float32, [2, BLOCK_N], VECTOR)
     full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(2):
-        mbarrier.init(full.index(stage), count=2 if FP8 else COPIED)
+        mbarrier.init(full.index(stage), count=2 * COPIED if FP8 else COPIED)
         mbarrier.init(empty.index(stage), count=1)
     WEIGHTS: gl.constexpr = gl.NVMMASharedLayout(2 * BLOCK_H, 16, rank=2)
     weights = gl.allocate_shared_memory(OPERAND, [2, BLOCK_N, BLOCK_H], WEIGHTS)
@@ -186,15 +186,13 @@ def attend_narrow(
     mbarrier.init(ready, count=1)
     mbarrier.init(loaded, count=1)
     q_latent = gl.allocate_shared_memory(OPERAND, [1, BLOCK_H, LATENT_DIM], SHARED)
-    q_rope = gl.allocate_shared_memory(OPERAND, [1, BLOCK_H, ROPE_DIM], SHARED)
+    q_rope = gl.allocate_shared_memory(q.dtype.element_ty, [1, BLOCK_H, ROPE_DIM], SHARED)
     stretches = gl.allocate_shared_memory(gl.float32, [BLOCK_H], VECTOR)
+    start_query(q, row, head_block, q_latent.index(0), q_rope.index(0), H, 4)
+    begin, end = places(slots, K, splits, BLOCK_N, SPLIT)
+    tiles = (end - begin + BLOCK_N - 1) // BLOCK_N
     # Tuples are written out: a constexpr in a named tuple would become a run-time value.
-    if FP8 and STAGED:
-        CODES: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 8, [1, 0])
-        PLAIN: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 1, [1, 0])
-        codes = gl.allocate_shared_memory(gl.uint8, [2, BLOCK_N // 2, LATENT_DIM], CODES)
-        scales = gl.allocate_shared_memory(gl.int32, [2, BLOCK_N // 2, 4], PLAIN)
-        words = gl.allocate_shared_memory(gl.int32, [2, BLOCK_N // 2, ROPE_DIM // 2], PLAIN)
+    if FP8 and GROUPS == 2:
         gl.warp_specialize(
             [
                 (_compute_first, (q, sinks, out, lse, row, head_block, tiles, rows_stride, scale,
@@ -205,29 +203,10 @@ def attend_narrow(
                                    q_latent, q_rope, stretches, latents, ropes, tokens, weights,
                                    bests, full, empty, ready, loaded, H, SPLIT, HAS_SINKS, HAS_CAP,
                                    FP8)),
-                (gather_staged, (kv, slots, begin, tiles, end, latents, ropes, tokens, full, empty,
-                                 codes.index(0), scales.index(0), words.index(0), W, BLOCK_N, 0)),
-                (gather_staged, (kv, slots, begin, tiles, end, latents, ropes, tokens, full, empty,
-                                 codes.index(1), scales.index(1), words.index(1), W, BLOCK_N,
-                                 BLOCK_N // 2)),
-            ],
-            [4, 4, 4], [256 - REGISTERS, REGISTERS, REGISTERS],
-        )  # fmt: skip
-    elif FP8 and GROUPS == 2:
-        gl.warp_specialize(
-            [
-                (_compute_first, (q, sinks, out, lse, row, head_block, tiles, rows_stride, scale,
-                                  cap, q_latent, q_rope, stretches, latents, ropes, tokens, weights,
-                                  bests, full, empty, ready, loaded, 2, H, SPLIT, HAS_SINKS,
-                                  HAS_CAP, FP8)),
-                (_compute_second, (sinks, out, lse, row, head_block, tiles, rows_stride, scale, cap,
-                                   q_latent, q_rope, stretches, latents, ropes, tokens, weights,
-                                   bests, full, empty, ready, loaded, H, SPLIT, HAS_SINKS, HAS_CAP,
-                                   FP8)),
-                (gather_half, (kv, slots, begin, tiles, end, latents, ropes, tokens, full, empty,
-                               W // 4, BLOCK_N, 0)),
-                (gather_half, (kv, slots, begin, tiles, end, latents, ropes, tokens, full, empty,
-                               W // 4, BLOCK_N, BLOCK_N // 2)),
+                (gather_fp8, (kv, slots, begin, tiles, end, latents, ropes, tokens, full, empty,
+                              W // 4, BLOCK_N, 0, BLOCK_N // 2)),
+                (gather_fp8, (kv, slots, begin, tiles, end, latents, ropes, tokens, full, empty,
+                              W // 4, BLOCK_N, BLOCK_N // 2, BLOCK_N // 2)),
             ],
             [4, 4, 4], [256 - REGISTERS, REGISTERS, REGISTERS],
         )  # fmt: skip
@@ -238,10 +217,10 @@ def attend_narrow(
                                   cap, q_latent, q_rope, stretches, latents, ropes, tokens, weights,
                                   bests, full, empty, ready, loaded, 1, H, SPLIT, HAS_SINKS,
                                   HAS_CAP, FP8)),
-                (gather_half, (kv, slots, begin, tiles, end, latents, ropes, tokens, full, empty,
-                               W // 4, BLOCK_N, 0)),
-                (gather_half, (kv, slots, begin, tiles, end, latents, ropes, tokens, full, empty,
-                               W // 4, BLOCK_N, BLOCK_N // 2)),
+                (gather_fp8, (kv, slots, begin, tiles, end, latents, ropes, tokens, full, empty,
+                              W // 4, BLOCK_N, 0, BLOCK_N // 2)),
+                (gather_fp8, (kv, slots, begin, tiles, end, latents, ropes, tokens, full, empty,
+                              W // 4, BLOCK_N, BLOCK_N // 2, BLOCK_N // 2)),
             ],
             [4, 4], [REGISTERS, REGISTERS],
         )  # fmt: skip

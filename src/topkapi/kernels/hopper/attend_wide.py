@@ -27,9 +27,8 @@ from topkapi.kernels.hopper.gather import (
     COPIED,
     LATENT_DIM,
     ROPE_DIM,
-    ROWS,
     copy,
-    gather_whole,
+    gather_fp8,
     places,
 )
 from topkapi.kernels.hopper.softmax import (
@@ -37,7 +36,9 @@ from topkapi.kernels.hopper.softmax import (
     close,
     counted,
     exponents,
-    load_query,
+    finish_query,
+    rope_in_units,
+    start_query,
     zero_unseen,
 )
 
@@ -54,6 +55,9 @@ def _scores(q_latent, q_rope, latents, ropes, tokens, first, stage, stretch, sca
         latents.index(stage).permute((1, 0)),
     )
     score = warpgroup_mma(q_rope.index(first), rope, score, use_acc=False, is_async=True)
+    if FP8:
+        score = warpgroup_mma_wait(0, deps=[score])
+        score = rope_in_units(score, tokens, stage, 0)
     score = warpgroup_mma(q_latent.index(first), latent, score, is_async=True)
     score = warpgroup_mma_wait(0, deps=[score])
     return exponents(score, stretch, tokens, stage, scale, cap, 0, HAS_CAP, FP8)
@@ -67,11 +71,12 @@ def _left(
 ):  # fmt: skip
     BLOCK_H: gl.constexpr = q_latent.shape[1]
     N: gl.constexpr = latents.shape[1]
+    weights = ropes._reinterpret(latents.dtype, [2, BLOCK_H, N], ropes.layout)
     SCORE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_DIM, 16])
     HEADS: gl.constexpr = gl.SliceLayout(1, SCORE)
     OUT_HEADS: gl.constexpr = gl.SliceLayout(1, OUT)
-    load_query(q, row, head_block, q_latent.index(0), q_rope.index(0), stretches, H, FP8, 4)
+    finish_query(q, q_latent.index(0), q_rope.index(0), stretches, FP8, 4)
     fence_async_shared()
     gl.thread_barrier()
     mbarrier.arrive(loaded, count=1)
@@ -93,7 +98,7 @@ def _left(
         )  # fmt: skip
         new_best = gl.maximum(best, gl.max(score, axis=1) * rate)
         weight = gl.exp2(score * rate - new_best[:, None])
-        ropes.index(even).store(weight.to(ropes.dtype))
+        weights.index(even).store(weight.to(weights.dtype))
         bests.index(0).store(new_best)
         fence_async_shared()
         gl.thread_barrier()
@@ -101,7 +106,7 @@ def _left(
         shrink = gl.exp2(best - new_best)
         sums = sums * gl.convert_layout(shrink, OUT_HEADS)[:, None]
         sums = warpgroup_mma(
-            ropes.index(even),
+            weights.index(even),
             latents.index(even).slice(0, HALF_DIM, dim=1),
             sums,
             is_async=True,
@@ -117,7 +122,7 @@ def _left(
         total = total * shrink
         sums = sums * gl.convert_layout(shrink, OUT_HEADS)[:, None]
         sums = warpgroup_mma(
-            ropes.index(odd),
+            weights.index(odd),
             latents.index(odd).slice(0, HALF_DIM, dim=1),
             sums,
             is_async=True,
@@ -144,6 +149,7 @@ def _right(
 ):  # fmt: skip
     BLOCK_H: gl.constexpr = q_latent.shape[1]
     N: gl.constexpr = latents.shape[1]
+    weights = ropes._reinterpret(latents.dtype, [2, BLOCK_H, N], ropes.layout)
     SCORE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_DIM, 16])
     HEADS: gl.constexpr = gl.SliceLayout(1, SCORE)
@@ -170,10 +176,10 @@ def _right(
         shrink = gl.exp2(best - even_best)
         sums = sums * gl.convert_layout(shrink, OUT_HEADS)[:, None]
         values = latents.index(even).slice(HALF_DIM, HALF_DIM, dim=1)
-        sums = warpgroup_mma(ropes.index(even), values, sums, is_async=True)
+        sums = warpgroup_mma(weights.index(even), values, sums, is_async=True)
         best = gl.maximum(even_best, gl.max(score, axis=1) * rate)
         weight = gl.exp2(score * rate - best[:, None])
-        ropes.index(odd).store(weight.to(ropes.dtype))
+        weights.index(odd).store(weight.to(weights.dtype))
         bests.index(1).store(best)
         fence_async_shared()
         gl.thread_barrier()
@@ -186,7 +192,7 @@ def _right(
 
         sums = sums * gl.convert_layout(last, OUT_HEADS)[:, None]
         values = latents.index(odd).slice(HALF_DIM, HALF_DIM, dim=1)
-        sums = warpgroup_mma(ropes.index(odd), values, sums, is_async=True)
+        sums = warpgroup_mma(weights.index(odd), values, sums, is_async=True)
         sums = warpgroup_mma_wait(0, deps=[sums])
         gl.thread_barrier()
         mbarrier.arrive(empty.index(1), count=1)
@@ -225,7 +231,7 @@ def attend_wide(
     q, kv, slots, sinks, out, lse, K, slots_stride, rows_stride, splits, scale, cap,
     H, W: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_N: gl.constexpr,
     SPLIT: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_CAP: gl.constexpr,
-    FP8: gl.constexpr, GROUPS: gl.constexpr, STAGED: gl.constexpr, REGISTERS: gl.constexpr,
+    FP8: gl.constexpr, GROUPS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     head_blocks = (H + BLOCK_H - 1) // BLOCK_H
     OPERAND: gl.constexpr = gl.float16 if FP8 else q.dtype.element_ty
@@ -235,16 +241,11 @@ def attend_wide(
     head_block = program % head_blocks
     row = (program // head_blocks).to(gl.int64)
     slots += row * slots_stride
-    begin, end = places(slots, K, splits, BLOCK_N, SPLIT)
-    # An odd tile past the end holds no slots.
-    pairs = (end - begin + 2 * BLOCK_N - 1) // (2 * BLOCK_N)
-    tiles = 2 * pairs
-
     latents = gl.allocate_shared_memory(OPERAND, [2, BLOCK_N, LATENT_DIM], SHARED)
     # A tile's rope, and once its scores are known its weights [BLOCK_H, BLOCK_N].
     gl.static_assert(BLOCK_H == BLOCK_N and BLOCK_N == ROPE_DIM)
-    ropes = gl.allocate_shared_memory(OPERAND, [2, BLOCK_N, ROPE_DIM], SHARED)
-    tokens = gl.allocate_shared_memory(gl.float32, [2 * ROWS, BLOCK_N], VECTOR)
+    ropes = gl.allocate_shared_memory(q.dtype.element_ty, [2, BLOCK_N, ROPE_DIM], SHARED)
+    tokens = gl.allocate_shared_memory(gl.float32, [2, BLOCK_N], VECTOR)
     bests = gl.allocate_shared_memory(gl.float32, [2, BLOCK_H], VECTOR)
     sides = gl.allocate_shared_memory(gl.float32, [2, BLOCK_H], VECTOR)
     full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -255,13 +256,18 @@ def attend_wide(
     loaded = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(loaded, count=1)
     for stage in gl.static_range(2):
-        mbarrier.init(full.index(stage), count=1 if FP8 else COPIED)
+        mbarrier.init(full.index(stage), count=COPIED)
         mbarrier.init(empty.index(stage), count=2)
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(closed.index(stage), count=1)
     q_latent = gl.allocate_shared_memory(OPERAND, [1, BLOCK_H, LATENT_DIM], SHARED)
-    q_rope = gl.allocate_shared_memory(OPERAND, [1, BLOCK_H, ROPE_DIM], SHARED)
+    q_rope = gl.allocate_shared_memory(q.dtype.element_ty, [1, BLOCK_H, ROPE_DIM], SHARED)
     stretches = gl.allocate_shared_memory(gl.float32, [BLOCK_H], VECTOR)
+    start_query(q, row, head_block, q_latent.index(0), q_rope.index(0), H, 4)
+    begin, end = places(slots, K, splits, BLOCK_N, SPLIT)
+    # An odd tile past the end holds no slots.
+    pairs = (end - begin + 2 * BLOCK_N - 1) // (2 * BLOCK_N)
+    tiles = 2 * pairs
     # Tuples are written out: a constexpr in a named tuple would become a run-time value.
     if FP8:
         gl.warp_specialize(
@@ -272,8 +278,8 @@ def attend_wide(
                 (_right, (sinks, out, lse, row, head_block, pairs, rows_stride, scale, cap,
                           q_latent, q_rope, stretches, latents, ropes, tokens, bests, sides, full,
                           empty, ready, closed, loaded, H, SPLIT, HAS_SINKS, HAS_CAP, FP8)),
-                (gather_whole, (kv, slots, begin, tiles, end, latents, ropes, tokens, full, empty,
-                                W // 4, BLOCK_N)),
+                (gather_fp8, (kv, slots, begin, tiles, end, latents, ropes, tokens, full, empty,
+                              W // 4, BLOCK_N, 0, BLOCK_N)),
             ],
             [4, 4], [REGISTERS, 504 - 2 * REGISTERS],
         )  # fmt: skip

@@ -3,20 +3,18 @@
 A gathering partition owns some tokens of every tile of a row's slots. It waits until the buffer
 `tile % 2` is empty, fills its part, and signals that. A filled buffer is
 
-    latents [N, 512], ropes [N, 64]: the record in q's dtype; of an fp8 record, fp16 values that
-                                     times 2^shift are the record's
-    tokens  [4, N] fp32: shift, 2^shift and 2^-shift, or -inf, 0 and 0 where no slot is;
-                         of other records only 0 or -inf
+    latents [N, 512]  the record's, in q's dtype; of an fp8 record, fp16 values that times 2^shift
+                      are the record's
+    ropes   [N, 64]   the record's
+    tokens  [N] fp32  2^shift (1 where there is none), or 0 where no slot is
 
 and holds zeros where there is no slot, so that whatever lies in slot 0 does not matter. Whoever
 waits for it makes it visible to the matrix unit (`fence_async_shared`): in a gathering warp that
 fence would wait for the loads under way.
 
-fp8 records are dequantised on the way, in two instructions for two values: e4m3 to fp16 is exact,
+fp8 latents are dequantised on the way, in two instructions for two values: e4m3 to fp16 is exact,
 and one fp16 product scales by `scale / 2^shift`. fp16 keeps 11 bits of that, bf16 would keep 8.
-
-What `gather_whole` and `gather_half` load waits in registers until its buffer is empty. `copy`, for
-records that need no work, writes to shared memory as they arrive.
+What needs no work is copied asynchronously, and signals by itself when it is there.
 """
 
 from __future__ import annotations
@@ -33,17 +31,17 @@ LATENT_DIM = tl.constexpr(512)
 ROPE_DIM = tl.constexpr(64)
 GROUP_DIM = tl.constexpr(128)
 GROUPS = tl.constexpr(4)
-# Rows of a tile's `tokens`: four, the last one unused, since sizes are powers of two.
-ROWS = tl.constexpr(4)
-GROWN = tl.constexpr(1)
-SHIFT = tl.constexpr(0)
-SHRUNK = tl.constexpr(2)
-# Signals that make a tile full: those of `copy`, whose 128 threads signal for themselves.
+# Signals that make a tile full: of a gathering partition 128 threads, whose copies signal by
+# themselves, and one when the rest is written.
 COPIED = tl.constexpr(129)
+# Tokens of fp8 records that a gathering partition holds in one set of registers.
+PIECE = tl.constexpr(16)
 # Slots that a program looks at in one go for the last one of its row.
 SCANNED = tl.constexpr(2048)
-# Magnitudes all below 2^LEAST count as zeros; fp16 overflows where they are far above 2^MOST.
-LEAST = tl.constexpr(-60)
+# Exponents of a head's query and of a record's largest scale are taken to be at least these: far
+# smaller values lose digits. A product of ropes below 2^40 divided by both stays within fp32.
+FAINT = tl.constexpr(-30)
+SMALL = tl.constexpr(-40)
 MOST = tl.constexpr(120)
 # Four e4m3 codes times a pair of equal fp16 factors: two pairs of fp16.
 DEQUANTISE = tl.constexpr("""{
@@ -55,7 +53,8 @@ DEQUANTISE = tl.constexpr("""{
     cvt.rn.f16x2.e4m3x2 pair, high;
     mul.rn.f16x2 $1, pair, $3;
 }""")
-PACK = tl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
+# The same fp16 value twice.
+TWICE = tl.constexpr("cvt.rn.f16x2.f32 $0, $1, $1;")
 
 
 @gluon.jit
@@ -65,10 +64,16 @@ def power_of_two(exponent):
 
 
 @gluon.jit
-def exponent_of(value):
+def exponent_of(value, LEAST: gl.constexpr):
     """`floor(log2(value))` of fp32 values that are not negative, within LEAST .. MOST."""
     bits = value.to(gl.int32, bitcast=True)
     return gl.minimum(gl.maximum((bits >> 23) - 127, LEAST), MOST)
+
+
+@gluon.jit
+def inverse_of(power):
+    """`1 / power` of powers of two, exactly; of 0 something finite, for zeros to be multiplied."""
+    return ((254 << 23) - power.to(gl.int32, bitcast=True)).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
@@ -116,209 +121,121 @@ def _words(kv, slot, RECORD: gl.constexpr, FIRST: gl.constexpr, WORDS: gl.conste
 
 
 @gluon.jit
-def _fetch(kv, slot, RECORD: gl.constexpr):
-    """Start loading fp8 records into registers: codes, scales, rope."""
+def _fetch(kv, slots, slot, place, end, RECORD: gl.constexpr):
+    """Start loading the codes and scales of `slot` into registers, and the slots at `place`."""
     codes = _words(kv, slot, RECORD, 0, LATENT_DIM // 4, 2)
     scale = _words(kv, slot, RECORD, LATENT_DIM // 4, GROUPS, 4)
-    rope = _words(kv, slot, RECORD, LATENT_DIM // 4 + GROUPS, ROPE_DIM // 2, 4)
-    return codes, scale, rope
+    return slot, codes, scale, _slots_at(slots, place, end, PIECE)
 
 
 @gluon.jit
-def _fill(slot, codes, scale, rope, latents, ropes, tokens, stage, FIRST: gl.constexpr):
-    """fp8 records that `_fetch` loaded into their places from token FIRST of a tile.
+def _fill(slot, codes, scale, latents, tokens, stage, FIRST: gl.constexpr):
+    """Latents that `_fetch` loaded into their places from token FIRST of a tile.
 
     One store into each: between several into one buffer the compiler puts barriers.
     """
-    N: gl.constexpr = scale.shape[0]
-    scale = scale.to(gl.float32, bitcast=True)  # [N, GROUPS]
-    even = (rope << 16).to(gl.float32, bitcast=True)  # [N, ROPE_DIM / 2]
-    odd = (rope & -65536).to(gl.float32, bitcast=True)
-    top = gl.max(gl.maximum(gl.abs(even), gl.abs(odd)), axis=1)
-    top = gl.convert_layout(top, gl.SliceLayout(1, scale.type.layout), assert_trivial=True)
-    # Near the top of fp16 (65504), so that the record's smaller values keep their digits: rope
-    # values below 2^15, codes (up to 448) times what is left of their scale below 448 * 2^7.
-    shift = gl.maximum(exponent_of(gl.max(scale, axis=1)) - 6, exponent_of(top) - 14)
-    shrink = power_of_two(-shift)
-    factor = (scale * shrink[:, None]).to(gl.float16)
-    bits = factor.to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
-    codes = gl.reshape(codes, [N, GROUPS, GROUP_DIM // 4])
-    pair = gl.convert_layout(
-        bits | (bits << 16), gl.SliceLayout(2, codes.type.layout), assert_trivial=True
+    scale = scale.to(gl.float32, bitcast=True)  # [PIECE, GROUPS]
+    # Codes (up to 448) times what is left of their scale stay below 448 * 2^7, fp16 ends at 65504.
+    shift = exponent_of(gl.max(scale, axis=1), SMALL) - 6
+    pair = gl.inline_asm_elementwise(
+        TWICE, "=r,f", [scale * power_of_two(-shift)[:, None]], dtype=gl.int32, is_pure=True, pack=1
     )
+    codes = gl.reshape(codes, [PIECE, GROUPS, GROUP_DIM // 4])
+    pair = gl.convert_layout(pair, gl.SliceLayout(2, codes.type.layout), assert_trivial=True)
     low, high = gl.inline_asm_elementwise(
         DEQUANTISE, "=r,=r,r,r", [codes, pair[:, :, None]], dtype=(gl.int32, gl.int32),
         is_pure=True, pack=1,
     )  # fmt: skip
-    latents.index(stage).slice(FIRST, N, dim=0).store(
-        gl.reshape(gl.join(low, high), [N, LATENT_DIM // 2])
+    latents.index(stage).slice(FIRST, PIECE, dim=0).store(
+        gl.reshape(gl.join(low, high), [PIECE, LATENT_DIM // 2])
     )
-    turned = gl.convert_layout(shrink, gl.SliceLayout(1, rope.type.layout), assert_trivial=True)
-    rope = gl.inline_asm_elementwise(
-        PACK, "=r,f,f", [even * turned[:, None], odd * turned[:, None]], dtype=gl.int32,
-        is_pure=True, pack=1,
-    )  # fmt: skip
-    ropes.index(stage).slice(FIRST, N, dim=0).store(rope)
     valid = gl.convert_layout(slot, shift.type.layout, assert_trivial=True) >= 0
-    tokens.index(ROWS * stage + GROWN).slice(FIRST, N, dim=0).store(
-        gl.where(valid, power_of_two(shift), 0.0)
-    )
-    tokens.index(ROWS * stage + SHIFT).slice(FIRST, N, dim=0).store(
-        gl.where(valid, shift.to(gl.float32), float("-inf"))
-    )
-    tokens.index(ROWS * stage + SHRUNK).slice(FIRST, N, dim=0).store(gl.where(valid, shrink, 0.0))
+    tokens.index(stage).slice(FIRST, PIECE, dim=0).store(gl.where(valid, power_of_two(shift), 0.0))
 
 
 @gluon.jit
-def gather_whole(
-    kv, slots, begin, tiles, end, latents, ropes, tokens, full, empty, RECORD: gl.constexpr,
-    N: gl.constexpr,
-):  # fmt: skip
-    """Fill every tile of fp8 records, through registers: each half is loaded anew once stored."""
-    WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
-    HALF: gl.constexpr = N // 2
-    latents = latents._reinterpret(gl.int32, [2, N, LATENT_DIM // 2], WORDS)
-    ropes = ropes._reinterpret(gl.int32, [2, N, ROPE_DIM // 2], WORDS)
-    slot_a = _slots_at(slots, begin, end, HALF)
-    slot_b = _slots_at(slots, begin + HALF, end, HALF)
-    codes_a, scale_a, rope_a = _fetch(kv, slot_a, RECORD)
-    codes_b, scale_b, rope_b = _fetch(kv, slot_b, RECORD)
-    for tile in range(0, tiles):
-        stage = tile % 2
-        following = begin + (tile + 1) * N
-        next_slot = _slots_at(slots, following, end, HALF)
-        mbarrier.wait(empty.index(stage), ((tile // 2) & 1) ^ 1)
-        _fill(
-            slot_a, codes_a, scale_a, rope_a, latents, ropes, tokens, stage, 0,
-        )  # fmt: skip
-        slot_a = next_slot
-        codes_a, scale_a, rope_a = _fetch(kv, slot_a, RECORD)
-        next_slot = _slots_at(slots, following + HALF, end, HALF)
-        _fill(
-            slot_b, codes_b, scale_b, rope_b, latents, ropes, tokens, stage, HALF,
-        )  # fmt: skip
-        gl.thread_barrier()
-        mbarrier.arrive(full.index(stage), count=1)
-        slot_b = next_slot
-        codes_b, scale_b, rope_b = _fetch(kv, slot_b, RECORD)
-
-
-@gluon.jit
-def gather_half(
-    kv, slots, begin, tiles, end, latents, ropes, tokens, full, empty, RECORD: gl.constexpr,
-    N: gl.constexpr, FIRST: gl.constexpr,
-):  # fmt: skip
-    """Fill the half from token FIRST of every tile of fp8 records, through registers.
-
-    The next tile's half is loaded before this one's is stored, so that loads are always under way.
-    Even and odd tiles have registers of their own: moving what is not there yet would wait for it.
-    """
-    WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
-    HALF: gl.constexpr = N // 2
-    latents = latents._reinterpret(gl.int32, [2, N, LATENT_DIM // 2], WORDS)
-    ropes = ropes._reinterpret(gl.int32, [2, N, ROPE_DIM // 2], WORDS)
-    begin += FIRST
-    slot_a = _slots_at(slots, begin, end, HALF)
-    slot_b = _slots_at(slots, begin + N, end, HALF)
-    codes_a, scale_a, rope_a = _fetch(kv, slot_a, RECORD)
-    for pair in range(0, (tiles + 1) // 2):
-        phase = (pair & 1) ^ 1
-        following = begin + (2 * pair + 2) * N
-        codes_b, scale_b, rope_b = _fetch(kv, slot_b, RECORD)
-        next_slot = _slots_at(slots, following, end, HALF)
-        mbarrier.wait(empty.index(0), phase)
-        _fill(
-            slot_a, codes_a, scale_a, rope_a, latents, ropes, tokens, 0, FIRST,
-        )  # fmt: skip
-        gl.thread_barrier()
-        mbarrier.arrive(full.index(0), count=1)
-        slot_a = next_slot
-        codes_a, scale_a, rope_a = _fetch(kv, slot_a, RECORD)
-        next_slot = _slots_at(slots, following + N, end, HALF)
-        if 2 * pair + 1 < tiles:
-            mbarrier.wait(empty.index(1), phase)
-            _fill(
-                slot_b, codes_b, scale_b, rope_b, latents, ropes, tokens, 1, FIRST,
-            )  # fmt: skip
-            gl.thread_barrier()
-            mbarrier.arrive(full.index(1), count=1)
-        slot_b = next_slot
-
-
-@gluon.jit
-def _slots_of_copies(slots, first, end, N: gl.constexpr):
-    """N slots, -1 past `end`, in the layouts that codes, ropes and scales are copied in."""
-    CODES: gl.constexpr = gl.BlockedLayout([1, 16], [1, 32], [4, 1], [1, 0])
-    ROPES: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
-    SCALES: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])
-    place = first + gl.arange(0, N, layout=gl.SliceLayout(1, CODES))
-    of_codes = gl.load(slots + place, mask=place < end, other=-1)
-    place = first + gl.arange(0, N, layout=gl.SliceLayout(1, ROPES))
-    of_ropes = gl.load(slots + place, mask=place < end, other=-1)
-    place = first + gl.arange(0, N, layout=gl.SliceLayout(1, SCALES))
-    return of_codes, of_ropes, gl.load(slots + place, mask=place < end, other=-1)
-
-
-@gluon.jit
-def _copy_part(kv, slot, target, FIRST: gl.constexpr, RECORD: gl.constexpr,
-               LAYOUT: gl.constexpr):  # fmt: skip
-    """Start copying elements FIRST.. of the records `slot`, RECORD elements each."""
-    dim = FIRST + gl.arange(0, target.shape[1], layout=gl.SliceLayout(0, LAYOUT))
+def _copy_rope(kv, slot, ropes, stage, RECORD: gl.constexpr, FIRST: gl.constexpr):
+    """Start copying the rope of PIECE records, as it is, into a tile from token FIRST."""
+    ROW: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    slot = gl.convert_layout(slot, gl.SliceLayout(1, ROW), assert_trivial=True)
+    words = kv.to(gl.pointer_type(gl.int32)) + (LATENT_DIM // 4 + GROUPS)
+    word = gl.arange(0, ROPE_DIM // 2, layout=gl.SliceLayout(0, ROW))
     record = gl.maximum(slot, 0).to(gl.int64) * RECORD
     async_copy.async_copy_global_to_shared(
-        target, kv + record[:, None] + dim[None, :], mask=(slot >= 0)[:, None]
+        ropes.index(stage).slice(FIRST, PIECE, dim=0),
+        words + record[:, None] + word[None, :],
+        mask=(slot >= 0)[:, None],
     )
 
 
 @gluon.jit
-def _copy_fp8(kv, of_codes, of_ropes, of_scales, codes, scales, ropes, W: gl.constexpr):
-    """Start copying fp8 records as they are: bytes of codes, words of the rest."""
-    CODES: gl.constexpr = gl.BlockedLayout([1, 16], [1, 32], [4, 1], [1, 0])
-    ROPES: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
-    SCALES: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])
-    words = kv.to(gl.pointer_type(gl.int32))
-    _copy_part(kv, of_codes, codes, 0, W, CODES)
-    _copy_part(words, of_ropes, ropes, LATENT_DIM // 4 + GROUPS, W // 4, ROPES)
-    _copy_part(words, of_scales, scales, LATENT_DIM // 4, W // 4, SCALES)
-    async_copy.commit_group()
-
-
-@gluon.jit
-def gather_staged(
-    kv, slots, begin, tiles, end, latents, ropes, tokens, full, empty, codes, scales, words,
-    W: gl.constexpr, N: gl.constexpr, FIRST: gl.constexpr,
+def gather_fp8(
+    kv, slots, begin, tiles, end, latents, ropes, tokens, full, empty, RECORD: gl.constexpr,
+    N: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr,
 ):  # fmt: skip
-    """Fill the half from token FIRST of every tile of fp8 records, through a buffer of their bytes.
+    """Fill tokens `FIRST : FIRST + COUNT` of every tile with fp8 records.
 
-    The next half's bytes arrive while this one's are dequantised.
+    Ropes are copied as they are. Latents pass through registers, 16 tokens at a time: four pieces
+    have registers of their own, `a` to `d`, the whole of a tile or its half and the next tile's.
+    As soon as one is stored, the piece after the next three is loaded in its place: registers that
+    were loaded are neither moved nor spilled, which would wait for them. Slots are loaded four
+    pieces before their records, because what is loaded returns in order.
     """
     WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
-    HALF: gl.constexpr = N // 2
+    # Tiles of four pieces, and where the third and the fourth lie after the first.
+    TURN: gl.constexpr = 4 * PIECE // COUNT
+    THIRD: gl.constexpr = 2 * PIECE if TURN == 1 else N
     latents = latents._reinterpret(gl.int32, [2, N, LATENT_DIM // 2], WORDS)
     ropes = ropes._reinterpret(gl.int32, [2, N, ROPE_DIM // 2], WORDS)
-    CODES: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [4, 1], [1, 0])
-    SCALES: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
-    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
-    codes_as_words = codes._reinterpret(gl.int32, [HALF, LATENT_DIM // 4], PLAIN)
-    begin += FIRST
-    of_codes, slot, of_scales = _slots_of_copies(slots, begin, end, HALF)
-    _copy_fp8(kv, of_codes, slot, of_scales, codes, scales, words, W)
-    for tile in range(0, tiles):
-        stage = tile % 2
-        of_codes, next_slot, of_scales = _slots_of_copies(slots, begin + (tile + 1) * N, end, HALF)
-        async_copy.wait_group(0)
-        gl.thread_barrier()
-        code = codes_as_words.load(CODES)
-        scale = scales.load(SCALES)
-        rope = words.load(SCALES)
-        gl.thread_barrier()
-        _copy_fp8(kv, of_codes, next_slot, of_scales, codes, scales, words, W)
-        mbarrier.wait(empty.index(stage), ((tile // 2) & 1) ^ 1)
-        _fill(slot, code, scale, rope, latents, ropes, tokens, stage, FIRST)
-        gl.thread_barrier()
-        mbarrier.arrive(full.index(stage), count=1)
-        slot = next_slot
-    async_copy.wait_group(0)
+    first = begin + FIRST
+    slot_a = _slots_at(slots, first, end, PIECE)
+    slot_b = _slots_at(slots, first + PIECE, end, PIECE)
+    slot_c = _slots_at(slots, first + THIRD, end, PIECE)
+    slot_d = _slots_at(slots, first + THIRD + PIECE, end, PIECE)
+    first += TURN * N
+    slot_a, codes_a, scale_a, next_a = _fetch(kv, slots, slot_a, first, end, RECORD)
+    slot_b, codes_b, scale_b, next_b = _fetch(kv, slots, slot_b, first + PIECE, end, RECORD)
+    slot_c, codes_c, scale_c, next_c = _fetch(kv, slots, slot_c, first + THIRD, end, RECORD)
+    slot_d, codes_d, scale_d, next_d = _fetch(kv, slots, slot_d, first + THIRD + PIECE, end, RECORD)
+    for turn in range(0, (tiles + TURN - 1) // TURN):
+        first += TURN * N
+        even = turn % 2 if TURN == 1 else 0
+        phase = ((turn // 2) & 1) ^ 1 if TURN == 1 else (turn & 1) ^ 1
+        mbarrier.wait(empty.index(even), phase)
+        _copy_rope(kv, slot_a, ropes, even, RECORD, FIRST)
+        _copy_rope(kv, slot_b, ropes, even, RECORD, FIRST + PIECE)
+        if TURN == 1:
+            _copy_rope(kv, slot_c, ropes, even, RECORD, FIRST + 2 * PIECE)
+            _copy_rope(kv, slot_d, ropes, even, RECORD, FIRST + 3 * PIECE)
+        async_copy.mbarrier_arrive(full.index(even), increment_count=False)
+        _fill(slot_a, codes_a, scale_a, latents, tokens, even, FIRST)
+        slot_a, codes_a, scale_a, next_a = _fetch(kv, slots, next_a, first, end, RECORD)
+        _fill(slot_b, codes_b, scale_b, latents, tokens, even, FIRST + PIECE)
+        slot_b, codes_b, scale_b, next_b = _fetch(kv, slots, next_b, first + PIECE, end, RECORD)
+        if TURN == 1:
+            _fill(slot_c, codes_c, scale_c, latents, tokens, even, FIRST + 2 * PIECE)
+            slot_c, codes_c, scale_c, next_c = _fetch(kv, slots, next_c, first + THIRD, end, RECORD)
+            _fill(slot_d, codes_d, scale_d, latents, tokens, even, FIRST + 3 * PIECE)
+            gl.thread_barrier()
+            mbarrier.arrive(full.index(even), count=1)
+        else:
+            gl.thread_barrier()
+            mbarrier.arrive(full.index(0), count=1)
+            # There may be no odd tile; what lies in its buffer then is not a gatherer's any more.
+            if 2 * turn + 1 < tiles:
+                mbarrier.wait(empty.index(1), phase)
+                _copy_rope(kv, slot_c, ropes, 1, RECORD, FIRST)
+                _copy_rope(kv, slot_d, ropes, 1, RECORD, FIRST + PIECE)
+                async_copy.mbarrier_arrive(full.index(1), increment_count=False)
+                _fill(slot_c, codes_c, scale_c, latents, tokens, 1, FIRST)
+            slot_c, codes_c, scale_c, next_c = _fetch(kv, slots, next_c, first + THIRD, end, RECORD)
+            if 2 * turn + 1 < tiles:
+                _fill(slot_d, codes_d, scale_d, latents, tokens, 1, FIRST + PIECE)
+                gl.thread_barrier()
+                mbarrier.arrive(full.index(1), count=1)
+        slot_d, codes_d, scale_d, next_d = _fetch(
+            kv, slots, next_d, first + THIRD + PIECE, end, RECORD
+        )
 
 
 @gluon.jit
@@ -349,7 +266,7 @@ def copy(
             ropes.index(stage), record + rope_dim[None, :], mask=valid
         )
         async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
-        tokens.index(ROWS * stage + SHIFT).store(gl.where(slot >= 0, 0.0, float("-inf")))
+        tokens.index(stage).store(gl.where(slot >= 0, 1.0, 0.0))
         gl.thread_barrier()
         mbarrier.arrive(full.index(stage), count=1)
         slot = next_slot

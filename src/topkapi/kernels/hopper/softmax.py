@@ -14,17 +14,16 @@ from __future__ import annotations
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from topkapi.kernels.hopper.gather import (
+    FAINT,
     GROUP_DIM,
     GROUPS,
-    GROWN,
     LATENT_DIM,
     ROPE_DIM,
-    ROWS,
-    SHIFT,
-    SHRUNK,
     exponent_of,
+    inverse_of,
     power_of_two,
 )
 
@@ -43,43 +42,61 @@ def zero_unseen(anything):
 
 
 @gluon.jit
-def _dims(q, row, head_block, H, BLOCK_H: gl.constexpr, FIRST: gl.constexpr,
-          DIMS: gl.constexpr, WARPS: gl.constexpr):  # fmt: skip
-    """Dims `FIRST : FIRST + DIMS` of BLOCK_H heads; zero past H."""
+def start_query(q, row, head_block, latent, rope, H, WARPS: gl.constexpr):
+    """Start copying the heads' query into `latent [BLOCK_H, 512]`, `rope [BLOCK_H, 64]`.
+
+    As it is, in q's dtype; zero past H. The same warps finish it.
+    """
     ROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    BLOCK_H: gl.constexpr = latent.shape[0]
     WIDTH: gl.constexpr = LATENT_DIM + ROPE_DIM
+    latent = latent._reinterpret(q.dtype.element_ty, latent.shape, latent.layout)
     head = head_block * BLOCK_H + gl.arange(0, BLOCK_H, layout=gl.SliceLayout(1, ROW))
-    dim = FIRST + gl.arange(0, DIMS, layout=gl.SliceLayout(0, ROW))
-    pointers = q + row * (H * WIDTH) + head[:, None] * WIDTH + dim[None, :]
-    return gl.load(pointers, mask=(head < H)[:, None], other=0.0)
+    first = (q + row * (H * WIDTH) + head * WIDTH)[:, None]
+    there = (head < H)[:, None]
+    dim = gl.arange(0, LATENT_DIM, layout=gl.SliceLayout(0, ROW))
+    async_copy.async_copy_global_to_shared(latent, first + dim[None, :], mask=there)
+    dim = LATENT_DIM + gl.arange(0, ROPE_DIM, layout=gl.SliceLayout(0, ROW))
+    async_copy.async_copy_global_to_shared(rope, first + dim[None, :], mask=there)
+    async_copy.commit_group()
 
 
 @gluon.jit
-def load_query(q, row, head_block, latent, rope, stretches, H, FP8: gl.constexpr,
-               WARPS: gl.constexpr):  # fmt: skip
-    """The heads' query into shared memory: `latent [BLOCK_H, 512]`, `rope [BLOCK_H, 64]`.
+def _top(value):
+    return gl.max(gl.abs(value.to(gl.float32)), axis=1)
 
-    With fp8 records: fp16 below 2^9, to be multiplied by `stretches [BLOCK_H]`.
+
+@gluon.jit
+def finish_query(q, latent, rope, stretches, FP8: gl.constexpr, WARPS: gl.constexpr):
+    """What `start_query` copied, once it is there.
+
+    With fp8 records the latent becomes fp16 below 2^9, to be multiplied by `stretches [BLOCK_H]`;
+    the rope is divided by them.
     """
-    BLOCK_H: gl.constexpr = latent.shape[0]
+    ROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    async_copy.wait_group(0)
+    gl.thread_barrier()
     if FP8:
-        value = _dims(q, row, head_block, H, BLOCK_H, LATENT_DIM, ROPE_DIM, WARPS)
-        top = gl.max(gl.abs(value.to(gl.float32)), axis=1)
-        for part in gl.static_range(GROUPS):
-            value = _dims(q, row, head_block, H, BLOCK_H, part * GROUP_DIM, GROUP_DIM, WARPS)
-            top = gl.maximum(top, gl.max(gl.abs(value.to(gl.float32)), axis=1))
-        exponent = exponent_of(top) - 8
+        given = latent._reinterpret(q.dtype.element_ty, latent.shape, latent.layout)
+        top = _top(given.slice(0, GROUP_DIM, dim=1).load(ROW))
+        for part in gl.static_range(1, GROUPS):
+            top = gl.maximum(top, _top(given.slice(part * GROUP_DIM, GROUP_DIM, dim=1).load(ROW)))
+        exponent = exponent_of(top, FAINT) - 8
         stretches.store(power_of_two(exponent))
         shrink = power_of_two(-exponent)[:, None]
-    for part in gl.static_range(GROUPS):
-        value = _dims(q, row, head_block, H, BLOCK_H, part * GROUP_DIM, GROUP_DIM, WARPS)
-        if FP8:
-            value = value.to(gl.float32) * shrink
-        latent.slice(part * GROUP_DIM, GROUP_DIM, dim=1).store(value.to(latent.dtype))
-    value = _dims(q, row, head_block, H, BLOCK_H, LATENT_DIM, ROPE_DIM, WARPS)
-    if FP8:
-        value = value.to(gl.float32) * shrink
-    rope.store(value.to(rope.dtype))
+        for part in gl.static_range(GROUPS):
+            value = given.slice(part * GROUP_DIM, GROUP_DIM, dim=1).load(ROW).to(gl.float32)
+            latent.slice(part * GROUP_DIM, GROUP_DIM, dim=1).store(
+                (value * shrink).to(latent.dtype)
+            )
+        rope.store((rope.load(ROW).to(gl.float32) * shrink).to(rope.dtype))
+
+
+@gluon.jit
+def rope_in_units(score, tokens, stage, HEAD: gl.constexpr):
+    """Products of ropes in the units of products of fp8 latents, which are added to them."""
+    grown = tokens.index(stage).load(gl.SliceLayout(HEAD, score.type.layout))
+    return score * gl.expand_dims(inverse_of(grown), HEAD)
 
 
 @gluon.jit
@@ -88,11 +105,14 @@ def exponents(score, stretch, tokens, stage, scale, cap, HEAD: gl.constexpr, HAS
     """Of each weight in the output, up to the rate that is returned, too: `u + shift`, or -inf."""
     TOKEN: gl.constexpr = 1 - HEAD
     LAYOUT: gl.constexpr = gl.SliceLayout(HEAD, score.type.layout)
+    grown = tokens.index(stage).load(LAYOUT)
     rate = scale * LOG2E
+    shift = gl.where(grown != 0.0, 0.0, float("-inf"))
     if FP8:
         stretch = stretch * (2.0 * LOG2E * scale / cap) if HAS_CAP else stretch * rate
-        grown = tokens.index(ROWS * stage + GROWN).load(LAYOUT)
         score = score * gl.expand_dims(stretch, TOKEN) * gl.expand_dims(grown, HEAD)
+        exponent = (grown.to(gl.int32, bitcast=True) >> 23) - 127
+        shift = gl.where(grown != 0.0, exponent.to(gl.float32), float("-inf"))
     elif HAS_CAP:
         score = score * (2.0 * LOG2E * scale / cap)
     if HAS_CAP:
@@ -100,16 +120,15 @@ def exponents(score, stretch, tokens, stage, scale, cap, HEAD: gl.constexpr, HAS
         score = (cap - 2.0 * cap / (gl.exp2(score) + 1.0)) * LOG2E
     if FP8 or HAS_CAP:
         rate = 1.0
-    shift = tokens.index(ROWS * stage + SHIFT).load(LAYOUT)
     return score + gl.expand_dims(shift, HEAD), rate
 
 
 @gluon.jit
 def counted(weight, tokens, stage, HEAD: gl.constexpr, FP8: gl.constexpr):
-    """Weights in the denominator, of weights in the output."""
+    """Weights in the denominator, of weights in the output: times `2^-shift`."""
     if FP8:
-        shrunk = tokens.index(ROWS * stage + SHRUNK).load(gl.SliceLayout(HEAD, weight.type.layout))
-        weight = weight * gl.expand_dims(shrunk, HEAD)
+        grown = tokens.index(stage).load(gl.SliceLayout(HEAD, weight.type.layout))
+        weight = weight * gl.expand_dims(inverse_of(grown), HEAD)
     return weight
 
 

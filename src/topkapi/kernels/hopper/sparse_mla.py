@@ -26,24 +26,22 @@ TOKENS = 64
 
 @dataclass(frozen=True)
 class Tile:
-    """How the work is cut: heads a program, warp groups that compute, registers of a thread that
-    gathers (below 64 heads; 64 heads: that computes), and whether fp8 records pass through a buffer
-    of their bytes.
+    """How the work is cut: heads a program, warp groups that compute, and registers of a thread
+    that gathers fp8 records (below 64 heads; 64 heads: that computes).
     """
 
     heads: int
     groups: int
     registers: int
-    staged: bool = False
 
 
-def choose_tile(heads: int, fp8: bool, phase: str = "prefill") -> Tile:
+def choose_tile(heads: int, fp8: bool) -> Tile:
     """The launch configuration for `heads` heads."""
     block = min(64, max(16, triton.next_power_of_2(heads)))
     if block == 64:
         return Tile(64, 2, 192 if fp8 else 208)
     if block == 16:
-        return Tile(16, 2, 128, staged=fp8 and phase == "decode")
+        return Tile(16, 2, 128)
     # 32 heads are 128 sums a thread, too many for two groups.
     return Tile(32, 1, 152)
 
@@ -77,7 +75,7 @@ def sparse_mla(
     """See `reference.sparse_mla`. Never synchronises; safe inside capture.
 
     `tile` and `splits` override what is chosen, for measuring. `batch_invariant` never splits a
-    row, and cuts it alike in both phases. Temporaries: nothing, or with several programs a row
+    row. Temporaries: nothing, or with several programs a row
     `splits * R * H * 513` fp32, within `budget_bytes`. Records that do not start at multiples of
     16 bytes, which no pool of ours makes, are left to the portable kernel.
     """
@@ -94,7 +92,7 @@ def sparse_mla(
         return out, lse
     q, slots = q.contiguous(), slots.contiguous()
     fp8 = kv_cache.dtype == LATENT_FP8.dtype
-    tile = tile or choose_tile(heads, fp8, "prefill" if batch_invariant else phase)
+    tile = tile or choose_tile(heads, fp8)
     if splits is None and batch_invariant:
         splits = 1
     if splits is None:
@@ -110,7 +108,7 @@ def sparse_mla(
         slots.shape[1], slots.stride(0), rows * heads, splits, scale, logit_cap, heads,
         W=kv_cache.stride(0), BLOCK_H=tile.heads, BLOCK_N=TOKENS,
         SPLIT=splits > 1, HAS_SINKS=sinks is not None, HAS_CAP=logit_cap > 0, FP8=fp8,
-        GROUPS=tile.groups, STAGED=tile.staged, REGISTERS=tile.registers, num_warps=4,
+        GROUPS=tile.groups, REGISTERS=tile.registers, num_warps=4,
     )  # fmt: skip
     if splits > 1:
         portable.combine(target, target_lse, sinks, out, lse, early=True)
@@ -125,6 +123,8 @@ def _refuse(problem: Problem) -> str | None:
     if problem.dtype not in (torch.bfloat16, torch.float16):
         return f"multiplies bf16 or fp16, got queries of {problem.dtype}"
     name = "bf16" if problem.dtype == torch.bfloat16 else "fp16"
+    if problem.cache_format == "fp8" and name != "bf16":
+        return f"takes bf16 queries over fp8 records, whose ropes are bf16, got {name}"
     if problem.cache_format not in (name, "fp8"):
         return f"takes records of the query's dtype or fp8, got {name} and {problem.cache_format}"
     return None
