@@ -33,7 +33,9 @@ class Asked:
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Arrivals, aborts, time and steps in any order, over caches of any size."""
+    """Arrivals, aborts, time and steps in any order, over caches of any size, with drafts and
+    without.
+    """
 
     @initialize(
         pages=st.integers(3, 14),
@@ -41,11 +43,22 @@ class EngineMachine(RuleBasedStateMachine):
         tokens=st.integers(5, 40),
         host=st.sampled_from([0, 0, 1, 6]),
         prefix_cache=st.sampled_from([True, True, True, False]),
+        drafts=st.sampled_from([0, 0, 1, 4]),
     )
-    def begin(self, pages: int, running: int, tokens: int, host: int, prefix_cache: bool) -> None:
-        faulty = frozenset({FAULTY})
-        self.world = World(pages, rows=running, host=host, prefix_cache=prefix_cache, faulty=faulty)
+    def begin(
+        self, pages: int, running: int, tokens: int, host: int, prefix_cache: bool, drafts: int
+    ) -> None:
+        self.world = World(
+            pages,
+            rows=running,
+            host=host,
+            prefix_cache=prefix_cache,
+            faulty=frozenset({FAULTY}),
+            drafts=drafts,
+        )
         scheduler = Scheduler(SchedulerLimits(tokens, running), self.world.leases, self.world.table)
+        if drafts:
+            scheduler.wanted_drafts = self.world.model.wanted_drafts
         self.now = 0.0
         limits = EngineLimits(VOCAB + 1, pages * self.world.page_size, frozenset())
         self.engine = Engine(self.world.model, scheduler, limits, clock=lambda: self.now)
