@@ -357,6 +357,8 @@ class TestCache:
             {"max_context_len": 1},
             {"kv_cache_dtype": "int3"},
             {"max_batch_tokens": 2},
+            {"page_size": 0},
+            {"selection_stats_every": -1},
         ):
             with pytest.raises(ConfigError, match=next(iter(options))):
                 make_llm(checkpoint, **options)

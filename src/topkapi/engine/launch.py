@@ -74,9 +74,13 @@ class EngineOptions:
             value = getattr(self, name)
             if value is not None and value < 2:
                 raise ConfigError(f"{name}: expected None or at least 2, got {value}")
-        for name in ("host_cache_tokens", "selection_stats_every"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name}: expected at least 0, got {getattr(self, name)}")
+        for name, least in (
+            ("page_size", 1),
+            ("host_cache_tokens", 0),
+            ("selection_stats_every", 0),
+        ):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name}: expected at least {least}, got {getattr(self, name)}")
         if self.host_cache_tokens and not self.enable_prefix_cache:
             raise ConfigError("host_cache_tokens: needs enable_prefix_cache, whose pages it keeps")
         if not 0 < self.memory_fraction <= 1:
