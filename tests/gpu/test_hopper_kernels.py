@@ -97,7 +97,7 @@ def test_runs_give_the_same_bits_alone_and_together(heads: int, cache: torch.dty
 def test_lengths_do_not_compile() -> None:
     from topkapi.kernels.hopper import sparse_mla
 
-    kernels = sparse_mla.attend_wide, sparse_mla.attend_narrow
+    kernels = sparse_mla.attend_wide, sparse_mla.attend_wide_fp8, sparse_mla.attend_narrow
 
     def compiled() -> int:
         return sum(len(kernel.device_caches[0][0]) for kernel in kernels)

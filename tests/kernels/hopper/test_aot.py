@@ -47,7 +47,7 @@ def test_compiles_fits_and_overlaps(
 ) -> None:
     rows, heads, cache, options = LAUNCHES[name]
     recorders = []
-    for attribute in ("attend_wide", "attend_narrow"):
+    for attribute in ("attend_wide", "attend_wide_fp8", "attend_narrow"):
         recorder = Recorder(getattr(sparse_mla, attribute))
         recorders.append(recorder)
         monkeypatch.setattr(sparse_mla, attribute, recorder)

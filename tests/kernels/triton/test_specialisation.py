@@ -134,7 +134,8 @@ def test_fifty_shapes_share_their_kernels(
     mode: str, heads: int, cache: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     noted = {}
-    for module, attribute in (*KERNELS, (hopper_mla, "attend_wide"), (hopper_mla, "attend_narrow")):
+    hopper = [(hopper_mla, f"attend_{name}") for name in ("wide", "wide_fp8", "narrow")]
+    for module, attribute in (*KERNELS, *hopper):
         noted[attribute] = Variants(getattr(module, attribute))
         monkeypatch.setattr(module, attribute, noted[attribute])
     for module in (sparse_mla, hopper_mla, indexer_logits, topk, records):

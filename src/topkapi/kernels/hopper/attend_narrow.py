@@ -35,9 +35,10 @@ from topkapi.kernels.hopper.softmax import (
     close,
     counted,
     exponents,
-    finish_query,
-    rope_in_units,
+    exponents_fp8,
+    shrink_query,
     start_query,
+    wait_for_query,
     zero_unseen,
 )
 
@@ -70,19 +71,24 @@ def _compute(
         mbarrier.wait(full.index(stage), (tile // 2) & 1)
         fence_async_shared()
         rope = q_rope.index(origin).permute((1, 0))
+        seen = tokens.index(stage).load(gl.SliceLayout(1, SCORE))
+        query = q_latent.index(origin).permute((1, 0))
         score = warpgroup_mma(ropes.index(stage), rope, zero, use_acc=False, is_async=True)
         if FP8:
+            of_latent = warpgroup_mma(latent, query, zero, use_acc=False, is_async=True)
+            score, of_latent = warpgroup_mma_wait(0, deps=[score, of_latent])
+            score = exponents_fp8(of_latent, score, stretch, seen, scale, cap, 1, HAS_CAP)
+            rate = 1.0
+        else:
+            score = warpgroup_mma(latent, query, score, is_async=True)
             score = warpgroup_mma_wait(0, deps=[score])
-            score = rope_in_units(score, tokens, stage, 1)
-        score = warpgroup_mma(latent, q_latent.index(origin).permute((1, 0)), score, is_async=True)
-        score = warpgroup_mma_wait(0, deps=[score])
-        score, rate = exponents(score, stretch, tokens, stage, scale, cap, 1, HAS_CAP, FP8)
+            score, rate = exponents(score, seen, scale, cap, 1, HAS_CAP)
         new_best = gl.maximum(best, gl.max(score, axis=0) * rate)
         weight = gl.exp2(score * rate - new_best[None, :])
         weights.store(weight.to(weights.dtype))
         shrink = gl.exp2(best - new_best)[None, :]
         best = new_best
-        totals = totals * shrink + counted(weight, tokens, stage, 1, FP8)
+        totals = totals * shrink + (counted(weight, seen, 1) if FP8 else weight)
         sums = sums * shrink
         fence_async_shared()
         gl.thread_barrier()
@@ -130,7 +136,9 @@ def _compute_first(
     GROUPS: gl.constexpr, H, SPLIT: gl.constexpr, HAS_SINKS: gl.constexpr,
     HAS_CAP: gl.constexpr, FP8: gl.constexpr,
 ):  # fmt: skip
-    finish_query(q, q_latent.index(0), q_rope.index(0), stretches, FP8, 4)
+    wait_for_query()
+    if FP8:
+        shrink_query(q, q_latent.index(0), stretches, 4)
     fence_async_shared()
     gl.thread_barrier()
     mbarrier.arrive(loaded, count=1)

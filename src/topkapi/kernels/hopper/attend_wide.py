@@ -1,4 +1,4 @@
-"""sm90 attention for 64 heads a program: who works when, and on which operand.
+"""sm90 attention for 64 heads a program over records in the query's dtype: who works when.
 
 One partition gathers. Two warp groups compute: the left one takes the scores of the even tiles and
 the first half of the output's dims, the right one those of the odd tiles and the other half:
@@ -28,26 +28,22 @@ from topkapi.kernels.hopper.gather import (
     LATENT_DIM,
     ROPE_DIM,
     copy,
-    gather_fp8,
     places,
 )
 from topkapi.kernels.hopper.softmax import (
+    HALF_DIM,
     LOWEST,
-    close,
-    counted,
     exponents,
-    finish_query,
-    rope_in_units,
     start_query,
+    store_half,
+    wait_for_query,
     zero_unseen,
 )
 
-HALF_DIM = gl.constexpr(256)
-
 
 @gluon.jit
-def _scores(q_latent, q_rope, latents, ropes, tokens, first, stage, stretch, scale, cap,
-            SCORE: gl.constexpr, HAS_CAP: gl.constexpr, FP8: gl.constexpr):  # fmt: skip
+def _scores(q_latent, q_rope, latents, ropes, tokens, first, stage, scale, cap,
+            SCORE: gl.constexpr, HAS_CAP: gl.constexpr):  # fmt: skip
     """Exponents `[64, N]` of one tile up to a rate, and that rate."""
     score = gl.full([q_latent.shape[1], latents.shape[1]], 0.0, gl.float32, layout=SCORE)
     rope, latent = (
@@ -55,34 +51,28 @@ def _scores(q_latent, q_rope, latents, ropes, tokens, first, stage, stretch, sca
         latents.index(stage).permute((1, 0)),
     )
     score = warpgroup_mma(q_rope.index(first), rope, score, use_acc=False, is_async=True)
-    if FP8:
-        score = warpgroup_mma_wait(0, deps=[score])
-        score = rope_in_units(score, tokens, stage, 0)
     score = warpgroup_mma(q_latent.index(first), latent, score, is_async=True)
     score = warpgroup_mma_wait(0, deps=[score])
-    return exponents(score, stretch, tokens, stage, scale, cap, 0, HAS_CAP, FP8)
+    seen = tokens.index(stage).load(gl.SliceLayout(0, SCORE))
+    return exponents(score, seen, scale, cap, 0, HAS_CAP)
 
 
 @gluon.jit
 def _left(
-    q, sinks, out, lse, row, head_block, pairs, rows_stride, scale, cap, q_latent, q_rope,
-    stretches, latents, ropes, tokens, bests, sides, full, empty, ready, closed, loaded, H,
-    SPLIT: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_CAP: gl.constexpr, FP8: gl.constexpr,
+    sinks, out, lse, row, head_block, pairs, rows_stride, scale, cap, q_latent, q_rope, latents,
+    ropes, tokens, bests, sides, full, empty, ready, closed, loaded, H,
+    SPLIT: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_CAP: gl.constexpr,
 ):  # fmt: skip
     BLOCK_H: gl.constexpr = q_latent.shape[1]
     N: gl.constexpr = latents.shape[1]
-    weights = ropes._reinterpret(latents.dtype, [2, BLOCK_H, N], ropes.layout)
     SCORE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_DIM, 16])
     HEADS: gl.constexpr = gl.SliceLayout(1, SCORE)
     OUT_HEADS: gl.constexpr = gl.SliceLayout(1, OUT)
-    finish_query(q, q_latent.index(0), q_rope.index(0), stretches, FP8, 4)
+    wait_for_query()
     fence_async_shared()
     gl.thread_barrier()
     mbarrier.arrive(loaded, count=1)
-    stretch = gl.full([BLOCK_H], 1.0, gl.float32, layout=HEADS)
-    if FP8:
-        stretch = stretches.load(HEADS)
     best = gl.full([BLOCK_H], LOWEST, gl.float32, layout=HEADS)
     total = gl.full([BLOCK_H], 0.0, gl.float32, layout=HEADS)
     sums = gl.full([BLOCK_H, HALF_DIM], 0.0, gl.float32, layout=OUT)
@@ -93,12 +83,11 @@ def _left(
         mbarrier.wait(full.index(even), phase)
         fence_async_shared()
         score, rate = _scores(
-            q_latent, q_rope, latents, ropes, tokens, even, even, stretch, scale, cap, SCORE,
-            HAS_CAP, FP8,
+            q_latent, q_rope, latents, ropes, tokens, even, even, scale, cap, SCORE, HAS_CAP,
         )  # fmt: skip
         new_best = gl.maximum(best, gl.max(score, axis=1) * rate)
         weight = gl.exp2(score * rate - new_best[:, None])
-        weights.index(even).store(weight.to(weights.dtype))
+        ropes.index(even).store(weight.to(ropes.dtype))
         bests.index(0).store(new_best)
         fence_async_shared()
         gl.thread_barrier()
@@ -106,12 +95,12 @@ def _left(
         shrink = gl.exp2(best - new_best)
         sums = sums * gl.convert_layout(shrink, OUT_HEADS)[:, None]
         sums = warpgroup_mma(
-            weights.index(even),
+            ropes.index(even),
             latents.index(even).slice(0, HALF_DIM, dim=1),
             sums,
             is_async=True,
         )
-        total = total * shrink + gl.sum(counted(weight, tokens, even, 0, FP8), axis=1)
+        total = total * shrink + gl.sum(weight, axis=1)
         sums = warpgroup_mma_wait(0, deps=[sums])
         gl.thread_barrier()
         mbarrier.arrive(empty.index(0), count=1)
@@ -122,7 +111,7 @@ def _left(
         total = total * shrink
         sums = sums * gl.convert_layout(shrink, OUT_HEADS)[:, None]
         sums = warpgroup_mma(
-            weights.index(odd),
+            ropes.index(odd),
             latents.index(odd).slice(0, HALF_DIM, dim=1),
             sums,
             is_async=True,
@@ -136,28 +125,23 @@ def _left(
     mbarrier.arrive(closed.index(0), count=1)
     mbarrier.wait(closed.index(1), 0)
     total += sides.index(1).load(HEADS)
-    _store(sums, total, best, sinks, out, lse, row, head_block, rows_stride, HEADS, OUT, 0, H,
-           SPLIT, HAS_SINKS)  # fmt: skip
+    store_half(sums, total, best, sinks, out, lse, row, head_block, rows_stride, HEADS, OUT, 0, H,
+               SPLIT, HAS_SINKS)  # fmt: skip
 
 
 @gluon.jit
 def _right(
-    sinks, out, lse, row, head_block, pairs, rows_stride, scale, cap, q_latent, q_rope, stretches,
-    latents, ropes, tokens, bests, sides, full, empty, ready, closed, loaded, H,
+    sinks, out, lse, row, head_block, pairs, rows_stride, scale, cap, q_latent, q_rope, latents,
+    ropes, tokens, bests, sides, full, empty, ready, closed, loaded, H,
     SPLIT: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_CAP: gl.constexpr,
-    FP8: gl.constexpr,
 ):  # fmt: skip
     BLOCK_H: gl.constexpr = q_latent.shape[1]
     N: gl.constexpr = latents.shape[1]
-    weights = ropes._reinterpret(latents.dtype, [2, BLOCK_H, N], ropes.layout)
     SCORE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_DIM, 16])
     HEADS: gl.constexpr = gl.SliceLayout(1, SCORE)
     OUT_HEADS: gl.constexpr = gl.SliceLayout(1, OUT)
     mbarrier.wait(loaded, 0)
-    stretch = gl.full([BLOCK_H], 1.0, gl.float32, layout=HEADS)
-    if FP8:
-        stretch = stretches.load(HEADS)
     best = gl.full([BLOCK_H], LOWEST, gl.float32, layout=HEADS)
     total = gl.full([BLOCK_H], 0.0, gl.float32, layout=HEADS)
     sums = gl.full([BLOCK_H, HALF_DIM], 0.0, gl.float32, layout=OUT)
@@ -168,31 +152,30 @@ def _right(
         mbarrier.wait(full.index(odd), phase)
         fence_async_shared()
         score, rate = _scores(
-            q_latent, q_rope, latents, ropes, tokens, even, odd, stretch, scale, cap, SCORE,
-            HAS_CAP, FP8,
+            q_latent, q_rope, latents, ropes, tokens, even, odd, scale, cap, SCORE, HAS_CAP,
         )  # fmt: skip
         mbarrier.wait(ready.index(0), phase)
         even_best = bests.index(0).load(HEADS)
         shrink = gl.exp2(best - even_best)
         sums = sums * gl.convert_layout(shrink, OUT_HEADS)[:, None]
         values = latents.index(even).slice(HALF_DIM, HALF_DIM, dim=1)
-        sums = warpgroup_mma(weights.index(even), values, sums, is_async=True)
+        sums = warpgroup_mma(ropes.index(even), values, sums, is_async=True)
         best = gl.maximum(even_best, gl.max(score, axis=1) * rate)
         weight = gl.exp2(score * rate - best[:, None])
-        weights.index(odd).store(weight.to(weights.dtype))
+        ropes.index(odd).store(weight.to(ropes.dtype))
         bests.index(1).store(best)
         fence_async_shared()
         gl.thread_barrier()
         mbarrier.arrive(ready.index(1), count=1)
         last = gl.exp2(even_best - best)
-        total = total * (shrink * last) + gl.sum(counted(weight, tokens, odd, 0, FP8), axis=1)
+        total = total * (shrink * last) + gl.sum(weight, axis=1)
         sums = warpgroup_mma_wait(0, deps=[sums])
         gl.thread_barrier()
         mbarrier.arrive(empty.index(0), count=1)
 
         sums = sums * gl.convert_layout(last, OUT_HEADS)[:, None]
         values = latents.index(odd).slice(HALF_DIM, HALF_DIM, dim=1)
-        sums = warpgroup_mma(weights.index(odd), values, sums, is_async=True)
+        sums = warpgroup_mma(ropes.index(odd), values, sums, is_async=True)
         sums = warpgroup_mma_wait(0, deps=[sums])
         gl.thread_barrier()
         mbarrier.arrive(empty.index(1), count=1)
@@ -202,28 +185,8 @@ def _right(
     mbarrier.arrive(closed.index(1), count=1)
     mbarrier.wait(closed.index(0), 0)
     total += sides.index(0).load(HEADS)
-    _store(sums, total, best, sinks, out, lse, row, head_block, rows_stride, HEADS, OUT, HALF_DIM,
-           H, SPLIT, HAS_SINKS)  # fmt: skip
-
-
-@gluon.jit
-def _store(
-    sums, total, best, sinks, out, lse, row, head_block, rows_stride, HEADS: gl.constexpr,
-    OUT: gl.constexpr, FIRST_DIM: gl.constexpr, H, SPLIT: gl.constexpr,
-    HAS_SINKS: gl.constexpr,
-):  # fmt: skip
-    """Half of the output's dims, and with the first half lse."""
-    BLOCK_H: gl.constexpr = sums.shape[0]
-    head = head_block * BLOCK_H + gl.arange(0, BLOCK_H, layout=HEADS)
-    inverse, logarithm = close(total, best, sinks, head, H, SPLIT, HAS_SINKS)
-    place = gl.program_id(1).to(gl.int64) * rows_stride + row * H
-    if FIRST_DIM == 0:
-        gl.store(lse + place + head, logarithm, mask=head < H)
-    sums = sums * gl.convert_layout(inverse, gl.SliceLayout(1, OUT))[:, None]
-    head = head_block * BLOCK_H + gl.arange(0, BLOCK_H, layout=gl.SliceLayout(1, OUT))
-    dim = FIRST_DIM + gl.arange(0, HALF_DIM, layout=gl.SliceLayout(0, OUT))
-    pointers = out + (place + head)[:, None] * LATENT_DIM + dim[None, :]
-    gl.store(pointers, sums.to(out.dtype.element_ty), mask=(head < H)[:, None])
+    store_half(sums, total, best, sinks, out, lse, row, head_block, rows_stride, HEADS, OUT,
+               HALF_DIM, H, SPLIT, HAS_SINKS)  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["K", "slots_stride", "rows_stride", "splits", "H"])
@@ -231,10 +194,10 @@ def attend_wide(
     q, kv, slots, sinks, out, lse, K, slots_stride, rows_stride, splits, scale, cap,
     H, W: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_N: gl.constexpr,
     SPLIT: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_CAP: gl.constexpr,
-    FP8: gl.constexpr, GROUPS: gl.constexpr, REGISTERS: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
     head_blocks = (H + BLOCK_H - 1) // BLOCK_H
-    OPERAND: gl.constexpr = gl.float16 if FP8 else q.dtype.element_ty
+    OPERAND: gl.constexpr = q.dtype.element_ty
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     program = gl.program_id(0)
@@ -244,7 +207,7 @@ def attend_wide(
     latents = gl.allocate_shared_memory(OPERAND, [2, BLOCK_N, LATENT_DIM], SHARED)
     # A tile's rope, and once its scores are known its weights [BLOCK_H, BLOCK_N].
     gl.static_assert(BLOCK_H == BLOCK_N and BLOCK_N == ROPE_DIM)
-    ropes = gl.allocate_shared_memory(q.dtype.element_ty, [2, BLOCK_N, ROPE_DIM], SHARED)
+    ropes = gl.allocate_shared_memory(OPERAND, [2, BLOCK_N, ROPE_DIM], SHARED)
     tokens = gl.allocate_shared_memory(gl.float32, [2, BLOCK_N], VECTOR)
     bests = gl.allocate_shared_memory(gl.float32, [2, BLOCK_H], VECTOR)
     sides = gl.allocate_shared_memory(gl.float32, [2, BLOCK_H], VECTOR)
@@ -261,39 +224,23 @@ def attend_wide(
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(closed.index(stage), count=1)
     q_latent = gl.allocate_shared_memory(OPERAND, [1, BLOCK_H, LATENT_DIM], SHARED)
-    q_rope = gl.allocate_shared_memory(q.dtype.element_ty, [1, BLOCK_H, ROPE_DIM], SHARED)
-    stretches = gl.allocate_shared_memory(gl.float32, [BLOCK_H], VECTOR)
+    q_rope = gl.allocate_shared_memory(OPERAND, [1, BLOCK_H, ROPE_DIM], SHARED)
     start_query(q, row, head_block, q_latent.index(0), q_rope.index(0), H, 4)
     begin, end = places(slots, K, splits, BLOCK_N, SPLIT)
     # An odd tile past the end holds no slots.
     pairs = (end - begin + 2 * BLOCK_N - 1) // (2 * BLOCK_N)
     tiles = 2 * pairs
     # Tuples are written out: a constexpr in a named tuple would become a run-time value.
-    if FP8:
-        gl.warp_specialize(
-            [
-                (_left, (q, sinks, out, lse, row, head_block, pairs, rows_stride, scale, cap,
-                         q_latent, q_rope, stretches, latents, ropes, tokens, bests, sides, full,
-                         empty, ready, closed, loaded, H, SPLIT, HAS_SINKS, HAS_CAP, FP8)),
-                (_right, (sinks, out, lse, row, head_block, pairs, rows_stride, scale, cap,
-                          q_latent, q_rope, stretches, latents, ropes, tokens, bests, sides, full,
-                          empty, ready, closed, loaded, H, SPLIT, HAS_SINKS, HAS_CAP, FP8)),
-                (gather_fp8, (kv, slots, begin, tiles, end, latents, ropes, tokens, full, empty,
-                              W // 4, BLOCK_N, 0, BLOCK_N)),
-            ],
-            [4, 4], [REGISTERS, 504 - 2 * REGISTERS],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (_left, (q, sinks, out, lse, row, head_block, pairs, rows_stride, scale, cap,
-                         q_latent, q_rope, stretches, latents, ropes, tokens, bests, sides, full,
-                         empty, ready, closed, loaded, H, SPLIT, HAS_SINKS, HAS_CAP, FP8)),
-                (_right, (sinks, out, lse, row, head_block, pairs, rows_stride, scale, cap,
-                          q_latent, q_rope, stretches, latents, ropes, tokens, bests, sides, full,
-                          empty, ready, closed, loaded, H, SPLIT, HAS_SINKS, HAS_CAP, FP8)),
-                (copy, (kv, slots, begin, tiles, end, latents, ropes, tokens, full, empty, W,
-                        BLOCK_N)),
-            ],
-            [4, 4], [REGISTERS, 504 - 2 * REGISTERS],
-        )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_left, (sinks, out, lse, row, head_block, pairs, rows_stride, scale, cap, q_latent,
+                     q_rope, latents, ropes, tokens, bests, sides, full, empty, ready, closed,
+                     loaded, H, SPLIT, HAS_SINKS, HAS_CAP)),
+            (_right, (sinks, out, lse, row, head_block, pairs, rows_stride, scale, cap, q_latent,
+                      q_rope, latents, ropes, tokens, bests, sides, full, empty, ready, closed,
+                      loaded, H, SPLIT, HAS_SINKS, HAS_CAP)),
+            (copy, (kv, slots, begin, tiles, end, latents, ropes, tokens, full, empty, W,
+                    BLOCK_N)),
+        ],
+        [4, 4], [REGISTERS, 504 - 2 * REGISTERS],
+    )  # fmt: skip

@@ -38,10 +38,8 @@ COPIED = tl.constexpr(129)
 PIECE = tl.constexpr(16)
 # Slots that a program looks at in one go for the last one of its row.
 SCANNED = tl.constexpr(2048)
-# Exponents of a head's query and of a record's largest scale are taken to be at least these: far
-# smaller values lose digits. A product of ropes below 2^40 divided by both stays within fp32.
-FAINT = tl.constexpr(-30)
-SMALL = tl.constexpr(-40)
+# Magnitudes all below 2^LEAST count as zeros; fp16 overflows where they are far above 2^MOST.
+LEAST = tl.constexpr(-60)
 MOST = tl.constexpr(120)
 # Four e4m3 codes times a pair of equal fp16 factors: two pairs of fp16.
 DEQUANTISE = tl.constexpr("""{
@@ -64,16 +62,10 @@ def power_of_two(exponent):
 
 
 @gluon.jit
-def exponent_of(value, LEAST: gl.constexpr):
+def exponent_of(value):
     """`floor(log2(value))` of fp32 values that are not negative, within LEAST .. MOST."""
     bits = value.to(gl.int32, bitcast=True)
     return gl.minimum(gl.maximum((bits >> 23) - 127, LEAST), MOST)
-
-
-@gluon.jit
-def inverse_of(power):
-    """`1 / power` of powers of two, exactly; of 0 something finite, for zeros to be multiplied."""
-    return ((254 << 23) - power.to(gl.int32, bitcast=True)).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
@@ -121,11 +113,10 @@ def _words(kv, slot, RECORD: gl.constexpr, FIRST: gl.constexpr, WORDS: gl.conste
 
 
 @gluon.jit
-def _fetch(kv, slots, slot, place, end, RECORD: gl.constexpr):
-    """Start loading the codes and scales of `slot` into registers, and the slots at `place`."""
+def _fetch(kv, slot, RECORD: gl.constexpr):
+    """Start loading codes and scales into registers."""
     codes = _words(kv, slot, RECORD, 0, LATENT_DIM // 4, 2)
-    scale = _words(kv, slot, RECORD, LATENT_DIM // 4, GROUPS, 4)
-    return slot, codes, scale, _slots_at(slots, place, end, PIECE)
+    return codes, _words(kv, slot, RECORD, LATENT_DIM // 4, GROUPS, 4)
 
 
 @gluon.jit
@@ -136,7 +127,7 @@ def _fill(slot, codes, scale, latents, tokens, stage, FIRST: gl.constexpr):
     """
     scale = scale.to(gl.float32, bitcast=True)  # [PIECE, GROUPS]
     # Codes (up to 448) times what is left of their scale stay below 448 * 2^7, fp16 ends at 65504.
-    shift = exponent_of(gl.max(scale, axis=1), SMALL) - 6
+    shift = exponent_of(gl.max(scale, axis=1)) - 6
     pair = gl.inline_asm_elementwise(
         TWICE, "=r,f", [scale * power_of_two(-shift)[:, None]], dtype=gl.int32, is_pure=True, pack=1
     )
@@ -177,12 +168,12 @@ def gather_fp8(
 
     Ropes are copied as they are. Latents pass through registers, 16 tokens at a time: four pieces
     have registers of their own, `a` to `d`, the whole of a tile or its half and the next tile's.
-    As soon as one is stored, the piece after the next three is loaded in its place: registers that
-    were loaded are neither moved nor spilled, which would wait for them. Slots are loaded four
-    pieces before their records, because what is loaded returns in order.
+    As soon as one is stored, the piece after the next three is loaded in its place. A register that
+    is moved or spilled before its load has ended waits for it; so the slots, which are moved, are
+    loaded a whole turn before that.
     """
     WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
-    # Tiles of four pieces, and where the third and the fourth lie after the first.
+    # Tiles of four pieces, and where the third of them lies after the first.
     TURN: gl.constexpr = 4 * PIECE // COUNT
     THIRD: gl.constexpr = 2 * PIECE if TURN == 1 else N
     latents = latents._reinterpret(gl.int32, [2, N, LATENT_DIM // 2], WORDS)
@@ -193,12 +184,20 @@ def gather_fp8(
     slot_c = _slots_at(slots, first + THIRD, end, PIECE)
     slot_d = _slots_at(slots, first + THIRD + PIECE, end, PIECE)
     first += TURN * N
-    slot_a, codes_a, scale_a, next_a = _fetch(kv, slots, slot_a, first, end, RECORD)
-    slot_b, codes_b, scale_b, next_b = _fetch(kv, slots, slot_b, first + PIECE, end, RECORD)
-    slot_c, codes_c, scale_c, next_c = _fetch(kv, slots, slot_c, first + THIRD, end, RECORD)
-    slot_d, codes_d, scale_d, next_d = _fetch(kv, slots, slot_d, first + THIRD + PIECE, end, RECORD)
+    next_a = _slots_at(slots, first, end, PIECE)
+    next_b = _slots_at(slots, first + PIECE, end, PIECE)
+    next_c = _slots_at(slots, first + THIRD, end, PIECE)
+    next_d = _slots_at(slots, first + THIRD + PIECE, end, PIECE)
+    codes_a, scale_a = _fetch(kv, slot_a, RECORD)
+    codes_b, scale_b = _fetch(kv, slot_b, RECORD)
+    codes_c, scale_c = _fetch(kv, slot_c, RECORD)
+    codes_d, scale_d = _fetch(kv, slot_d, RECORD)
     for turn in range(0, (tiles + TURN - 1) // TURN):
         first += TURN * N
+        later_a = _slots_at(slots, first, end, PIECE)
+        later_b = _slots_at(slots, first + PIECE, end, PIECE)
+        later_c = _slots_at(slots, first + THIRD, end, PIECE)
+        later_d = _slots_at(slots, first + THIRD + PIECE, end, PIECE)
         even = turn % 2 if TURN == 1 else 0
         phase = ((turn // 2) & 1) ^ 1 if TURN == 1 else (turn & 1) ^ 1
         mbarrier.wait(empty.index(even), phase)
@@ -209,12 +208,12 @@ def gather_fp8(
             _copy_rope(kv, slot_d, ropes, even, RECORD, FIRST + 3 * PIECE)
         async_copy.mbarrier_arrive(full.index(even), increment_count=False)
         _fill(slot_a, codes_a, scale_a, latents, tokens, even, FIRST)
-        slot_a, codes_a, scale_a, next_a = _fetch(kv, slots, next_a, first, end, RECORD)
+        codes_a, scale_a = _fetch(kv, next_a, RECORD)
         _fill(slot_b, codes_b, scale_b, latents, tokens, even, FIRST + PIECE)
-        slot_b, codes_b, scale_b, next_b = _fetch(kv, slots, next_b, first + PIECE, end, RECORD)
+        codes_b, scale_b = _fetch(kv, next_b, RECORD)
         if TURN == 1:
             _fill(slot_c, codes_c, scale_c, latents, tokens, even, FIRST + 2 * PIECE)
-            slot_c, codes_c, scale_c, next_c = _fetch(kv, slots, next_c, first + THIRD, end, RECORD)
+            codes_c, scale_c = _fetch(kv, next_c, RECORD)
             _fill(slot_d, codes_d, scale_d, latents, tokens, even, FIRST + 3 * PIECE)
             gl.thread_barrier()
             mbarrier.arrive(full.index(even), count=1)
@@ -228,14 +227,14 @@ def gather_fp8(
                 _copy_rope(kv, slot_d, ropes, 1, RECORD, FIRST + PIECE)
                 async_copy.mbarrier_arrive(full.index(1), increment_count=False)
                 _fill(slot_c, codes_c, scale_c, latents, tokens, 1, FIRST)
-            slot_c, codes_c, scale_c, next_c = _fetch(kv, slots, next_c, first + THIRD, end, RECORD)
+            codes_c, scale_c = _fetch(kv, next_c, RECORD)
             if 2 * turn + 1 < tiles:
                 _fill(slot_d, codes_d, scale_d, latents, tokens, 1, FIRST + PIECE)
                 gl.thread_barrier()
                 mbarrier.arrive(full.index(1), count=1)
-        slot_d, codes_d, scale_d, next_d = _fetch(
-            kv, slots, next_d, first + THIRD + PIECE, end, RECORD
-        )
+        codes_d, scale_d = _fetch(kv, next_d, RECORD)
+        slot_a, slot_b, slot_c, slot_d = next_a, next_b, next_c, next_d
+        next_a, next_b, next_c, next_d = later_a, later_b, later_c, later_d
 
 
 @gluon.jit

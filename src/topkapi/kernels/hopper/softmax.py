@@ -1,12 +1,13 @@
 """What lies around the matrix products on sm90: the query, the online softmax, its end.
 
-Shared by `attend_wide` and `attend_narrow`, whose scores have heads in different dims: `HEAD` and
-`TOKEN` say which is which.
+Shared by `attend_wide`, `attend_wide_fp8` and `attend_narrow`, whose scores have heads in different
+dims: `HEAD` and `TOKEN` say which is which.
 
-fp8 records arrive as fp16 values times `2^shift` of their own, and the query is made fp16 times
-`stretch`, a power of two of each head. With `u` the score in powers of two, a record's weight in
-the output is `2^(u + shift - best)`, `best` the running maximum of `u + shift`, and its weight in
-the denominator `2^(u - best)`: no weight is above one, whatever the records' magnitudes.
+fp8 latents arrive as fp16 values times `2^shift` of their own, and the query is made fp16 times
+`stretch`, a power of two of each head; ropes of records stay what they are. With `u` the score in
+powers of two, a record's weight in the output is `2^(u + shift - best)`, `best` the running maximum
+of `u + shift`, and its weight in the denominator `2^(u - best)`: no weight is above one, whatever
+the records' magnitudes.
 """
 
 from __future__ import annotations
@@ -17,13 +18,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from topkapi.kernels.hopper.gather import (
-    FAINT,
     GROUP_DIM,
     GROUPS,
     LATENT_DIM,
     ROPE_DIM,
     exponent_of,
-    inverse_of,
     power_of_two,
 )
 
@@ -31,6 +30,8 @@ LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
 # Stands for -inf as a running maximum: differences of it are never NaN.
 LOWEST = tl.constexpr(-1.0e30)
+# Dims of the output that one of two sides computes.
+HALF_DIM = tl.constexpr(256)
 
 
 @gluon.jit
@@ -67,69 +68,69 @@ def _top(value):
 
 
 @gluon.jit
-def finish_query(q, latent, rope, stretches, FP8: gl.constexpr, WARPS: gl.constexpr):
-    """What `start_query` copied, once it is there.
-
-    With fp8 records the latent becomes fp16 below 2^9, to be multiplied by `stretches [BLOCK_H]`;
-    the rope is divided by them.
-    """
-    ROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+def wait_for_query():
+    """Until what `start_query` copied is there, for the warps that started it."""
     async_copy.wait_group(0)
     gl.thread_barrier()
-    if FP8:
-        given = latent._reinterpret(q.dtype.element_ty, latent.shape, latent.layout)
-        top = _top(given.slice(0, GROUP_DIM, dim=1).load(ROW))
-        for part in gl.static_range(1, GROUPS):
-            top = gl.maximum(top, _top(given.slice(part * GROUP_DIM, GROUP_DIM, dim=1).load(ROW)))
-        exponent = exponent_of(top, FAINT) - 8
-        stretches.store(power_of_two(exponent))
-        shrink = power_of_two(-exponent)[:, None]
-        for part in gl.static_range(GROUPS):
-            value = given.slice(part * GROUP_DIM, GROUP_DIM, dim=1).load(ROW).to(gl.float32)
-            latent.slice(part * GROUP_DIM, GROUP_DIM, dim=1).store(
-                (value * shrink).to(latent.dtype)
-            )
-        rope.store((rope.load(ROW).to(gl.float32) * shrink).to(rope.dtype))
 
 
 @gluon.jit
-def rope_in_units(score, tokens, stage, HEAD: gl.constexpr):
-    """Products of ropes in the units of products of fp8 latents, which are added to them."""
-    grown = tokens.index(stage).load(gl.SliceLayout(HEAD, score.type.layout))
-    return score * gl.expand_dims(inverse_of(grown), HEAD)
+def shrink_query(q, latent, stretches, WARPS: gl.constexpr):
+    """For fp8 records, in its place: the latent in fp16 below 2^9, to be multiplied by `stretches`.
+
+    `stretches [BLOCK_H]` are powers of two, one a head.
+    """
+    ROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    given = latent._reinterpret(q.dtype.element_ty, latent.shape, latent.layout)
+    top = _top(given.slice(0, GROUP_DIM, dim=1).load(ROW))
+    for part in gl.static_range(1, GROUPS):
+        top = gl.maximum(top, _top(given.slice(part * GROUP_DIM, GROUP_DIM, dim=1).load(ROW)))
+    exponent = exponent_of(top) - 8
+    stretches.store(power_of_two(exponent))
+    shrink = power_of_two(-exponent)[:, None]
+    for part in gl.static_range(GROUPS):
+        value = given.slice(part * GROUP_DIM, GROUP_DIM, dim=1).load(ROW).to(gl.float32)
+        latent.slice(part * GROUP_DIM, GROUP_DIM, dim=1).store((value * shrink).to(latent.dtype))
 
 
 @gluon.jit
-def exponents(score, stretch, tokens, stage, scale, cap, HEAD: gl.constexpr, HAS_CAP: gl.constexpr,
-              FP8: gl.constexpr):  # fmt: skip
-    """Of each weight in the output, up to the rate that is returned, too: `u + shift`, or -inf."""
-    TOKEN: gl.constexpr = 1 - HEAD
-    LAYOUT: gl.constexpr = gl.SliceLayout(HEAD, score.type.layout)
-    grown = tokens.index(stage).load(LAYOUT)
+def _capped(score, cap):
+    """`cap * tanh(x)` times `log2(e)`, of `2 * x * log2(e)`."""
+    return (cap - 2.0 * cap / (gl.exp2(score) + 1.0)) * LOG2E
+
+
+@gluon.jit
+def exponents(score, seen, scale, cap, HEAD: gl.constexpr, HAS_CAP: gl.constexpr):  # fmt: skip
+    """Of each weight, up to the rate that is returned, too: `u`, or -inf where `seen` is 0."""
     rate = scale * LOG2E
-    shift = gl.where(grown != 0.0, 0.0, float("-inf"))
-    if FP8:
-        stretch = stretch * (2.0 * LOG2E * scale / cap) if HAS_CAP else stretch * rate
-        score = score * gl.expand_dims(stretch, TOKEN) * gl.expand_dims(grown, HEAD)
-        exponent = (grown.to(gl.int32, bitcast=True) >> 23) - 127
-        shift = gl.where(grown != 0.0, exponent.to(gl.float32), float("-inf"))
-    elif HAS_CAP:
-        score = score * (2.0 * LOG2E * scale / cap)
     if HAS_CAP:
-        # cap * tanh(x) = cap - 2 * cap / (exp(2 * x) + 1)
-        score = (cap - 2.0 * cap / (gl.exp2(score) + 1.0)) * LOG2E
-    if FP8 or HAS_CAP:
+        score = _capped(score * (2.0 * LOG2E * scale / cap), cap)
         rate = 1.0
-    return score + gl.expand_dims(shift, HEAD), rate
+    return score + gl.expand_dims(gl.where(seen != 0.0, 0.0, float("-inf")), HEAD), rate
 
 
 @gluon.jit
-def counted(weight, tokens, stage, HEAD: gl.constexpr, FP8: gl.constexpr):
-    """Weights in the denominator, of weights in the output: times `2^-shift`."""
-    if FP8:
-        grown = tokens.index(stage).load(gl.SliceLayout(HEAD, weight.type.layout))
-        weight = weight * gl.expand_dims(inverse_of(grown), HEAD)
-    return weight
+def exponents_fp8(latent, rope, stretch, grown, scale, cap, HEAD: gl.constexpr,
+                  HAS_CAP: gl.constexpr):  # fmt: skip
+    """Of each weight in the output: `u + shift`, or -inf, from the products of both parts.
+
+    `grown` is the tile's `tokens`: `2^shift`, or 0 where no slot is.
+    """
+    rate = 2.0 * LOG2E * scale / cap if HAS_CAP else scale * LOG2E
+    latent = latent * gl.expand_dims(grown, HEAD) * gl.expand_dims(stretch * rate, 1 - HEAD)
+    exponent = (grown.to(gl.int32, bitcast=True) >> 23) - 127
+    shift = gl.expand_dims(gl.where(grown != 0.0, exponent.to(gl.float32), float("-inf")), HEAD)
+    if HAS_CAP:
+        return _capped(latent + rope * rate, cap) + shift
+    return latent + (rope * rate + shift)
+
+
+@gluon.jit
+def counted(weight, grown, HEAD: gl.constexpr):
+    """Of fp8 records: weights in the denominator, `2^-shift` times those in the output."""
+    # 1 / grown, exactly; where no slot is, something finite that meets a weight of zero.
+    shrunk = ((254 << 23) - grown.to(gl.int32, bitcast=True)).to(gl.float32, bitcast=True)
+    return weight * gl.expand_dims(shrunk, HEAD)
 
 
 @gluon.jit
@@ -145,3 +146,23 @@ def close(total, best, sinks, head, H, SPLIT: gl.constexpr,
     if not SPLIT:
         lse = lse * LN2
     return gl.where(seen, 1.0 / denominator, 0.0), lse
+
+
+@gluon.jit
+def store_half(
+    sums, total, best, sinks, out, lse, row, head_block, rows_stride, HEADS: gl.constexpr,
+    OUT: gl.constexpr, FIRST_DIM: gl.constexpr, H, SPLIT: gl.constexpr,
+    HAS_SINKS: gl.constexpr,
+):  # fmt: skip
+    """Half of the output's dims, and with the first half lse."""
+    BLOCK_H: gl.constexpr = sums.shape[0]
+    head = head_block * BLOCK_H + gl.arange(0, BLOCK_H, layout=HEADS)
+    inverse, logarithm = close(total, best, sinks, head, H, SPLIT, HAS_SINKS)
+    place = gl.program_id(1).to(gl.int64) * rows_stride + row * H
+    if FIRST_DIM == 0:
+        gl.store(lse + place + head, logarithm, mask=head < H)
+    sums = sums * gl.convert_layout(inverse, gl.SliceLayout(1, OUT))[:, None]
+    head = head_block * BLOCK_H + gl.arange(0, BLOCK_H, layout=gl.SliceLayout(1, OUT))
+    dim = FIRST_DIM + gl.arange(0, HALF_DIM, layout=gl.SliceLayout(0, OUT))
+    pointers = out + (place + head)[:, None] * LATENT_DIM + dim[None, :]
+    gl.store(pointers, sums.to(out.dtype.element_ty), mask=(head < H)[:, None])

@@ -1,4 +1,4 @@
-"""Attention over selected latents on sm90: when the two Gluon kernels run, and how they are cut.
+"""Attention over selected latents on sm90: when the Gluon kernels run, and how they are cut.
 
 The formula is that of `triton.sparse_mla`; rows whose slots several programs share are merged by
 the same kernel as there.
@@ -15,6 +15,7 @@ from topkapi.device import DeviceInfo
 from topkapi.dispatch import Kernel, Problem
 from topkapi.kernels.hopper.attend_narrow import attend_narrow
 from topkapi.kernels.hopper.attend_wide import attend_wide
+from topkapi.kernels.hopper.attend_wide_fp8 import attend_wide_fp8
 from topkapi.kernels.triton import sparse_mla as portable
 from topkapi.kernels.triton.target import target_of
 from topkapi.layout.latent import LATENT_FP8
@@ -102,13 +103,15 @@ def sparse_mla(
     if splits > 1:
         target = torch.empty(splits, rows, heads, v_dim, dtype=torch.float32, device=q.device)
         target_lse = torch.empty(splits, rows, heads, dtype=torch.float32, device=q.device)
-    attend = attend_wide if tile.heads == 64 else attend_narrow
+    wide = attend_wide_fp8 if fp8 else attend_wide
+    attend = wide if tile.heads == 64 else attend_narrow
+    groups = {} if attend is wide else {"FP8": fp8, "GROUPS": tile.groups}
     attend[(rows * triton.cdiv(heads, tile.heads), splits)](
         q, kv_cache, slots, lse if sinks is None else sinks, target, target_lse,
         slots.shape[1], slots.stride(0), rows * heads, splits, scale, logit_cap, heads,
         W=kv_cache.stride(0), BLOCK_H=tile.heads, BLOCK_N=TOKENS,
-        SPLIT=splits > 1, HAS_SINKS=sinks is not None, HAS_CAP=logit_cap > 0, FP8=fp8,
-        GROUPS=tile.groups, REGISTERS=tile.registers, num_warps=4,
+        SPLIT=splits > 1, HAS_SINKS=sinks is not None, HAS_CAP=logit_cap > 0,
+        REGISTERS=tile.registers, num_warps=4, **groups,
     )  # fmt: skip
     if splits > 1:
         portable.combine(target, target_lse, sinks, out, lse, early=True)
