@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
-import triton
-
-from kernels.triton.aot import SHARED_MEMORY, compile_for
+from kernels.triton.aot import SHARED_MEMORY, compile_for, machine_code
 from kernels.triton.test_aot import BF16, FP8, Recorder, device_of, meta
 from topkapi.kernels.hopper import sparse_mla
 from topkapi.layout.latent import latent_layout
@@ -31,14 +28,6 @@ LAUNCHES = {
     "prefill, 8 heads, fp8": (4096, 8, FP8, {}),
     "decode, 8 heads": (8, 8, BF16, {}),
 }
-
-
-def machine_code(cubin: bytes, path: Path) -> str:
-    path.write_bytes(cubin)
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    return subprocess.run(
-        [str(tool), "-sass", str(path)], capture_output=True, text=True, check=True
-    ).stdout
 
 
 @pytest.mark.parametrize("name", LAUNCHES)

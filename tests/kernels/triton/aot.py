@@ -77,3 +77,12 @@ def _resources(compiled: Any) -> tuple[int | None, int | None]:
     registers = re.search(r"REG:(\d+)", run.stdout)
     stack = re.search(r"STACK:(\d+)", run.stdout)
     return (int(registers[1]) if registers else None, int(stack[1]) if stack else None)
+
+
+def machine_code(cubin: bytes, path: Path) -> str:
+    """The disassembly of a cubin, which is written to `path`."""
+    path.write_bytes(cubin)
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    return subprocess.run(
+        [str(tool), "-sass", str(path)], capture_output=True, text=True, check=True
+    ).stdout

@@ -28,7 +28,8 @@ from topkapi import ops, reference
 from topkapi.attention.index_queries import quantize_index_query
 from topkapi.attention.rope import apply_rope
 from topkapi.attention.step_metadata import StepBuffers, step_metadata
-from topkapi.kernels.triton import topk
+from topkapi.device import DeviceInfo
+from topkapi.kernels.triton import sparse_mla, topk
 
 warnings.filterwarnings("ignore", category=RuntimeWarning)
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -56,6 +57,42 @@ def test_sparse_mla(case: SparseMlaCase) -> None:
     with poisoned_memory():
         got = ops.sparse_mla(**inputs, kernel="triton")
     case.compare(got, inputs)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        SparseMlaCase("72 heads", 3, heads=72, k=128, pattern="tail"),
+        SparseMlaCase("72 heads, odd k", 3, heads=72, k=131, pattern="holes", sinks=True),
+        SparseMlaCase("64 heads, cap", 4, heads=64, k=65, pattern="empty rows", logit_cap=9.0),
+        SparseMlaCase("64 heads, all empty", 3, heads=64, k=64, pattern="all empty"),
+        SparseMlaCase("64 heads, no rope", 3, heads=64, k=70, latent=128, rope=0, poison="query"),
+        SparseMlaCase("16 heads", 4, heads=16, k=192, pattern="holes"),
+        SparseMlaCase("3 heads, uneven dims", 5, heads=3, k=70, latent=100, rope=20),
+        SparseMlaCase("64 heads, fp8", 3, heads=64, k=80, cache=torch.uint8, pattern="holes"),
+        SparseMlaCase("9 heads, fp8", 3, heads=9, k=80, cache=torch.uint8, latent=192, rope=0),
+    ],
+    ids=named,
+)
+@pytest.mark.parametrize("splits", [1, None, 5])
+def test_sparse_mla_as_on_sm90(
+    case: SparseMlaCase, splits: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tiles that an sm90 gets; some of the programs that share a row get no slot of it."""
+    sm90 = DeviceInfo("cuda", 90, "sm90", 132, 227 * 1024, has_triton=True)
+    monkeypatch.setattr(sparse_mla, "target_of", lambda tensor: sm90)
+    monkeypatch.setattr(sparse_mla, "native_fp8", lambda device: False)
+    inputs = case.make(dtype=torch.float16)
+    inputs["kv_cache"] = case_cache(inputs["kv_cache"])
+    inputs["slots"] = inputs["slots"].to(torch.int32 if splits == 1 else torch.int64)
+    with poisoned_memory():
+        got = sparse_mla.sparse_mla(**inputs, splits=splits)
+    case.compare(got, inputs)
+
+
+def case_cache(cache: torch.Tensor) -> torch.Tensor:
+    """Records in the query's dtype, so that tiles of matrix instructions are chosen."""
+    return cache if cache.dtype == torch.uint8 else cache.half()
 
 
 @pytest.mark.parametrize("case", TOPK_CASES, ids=named)

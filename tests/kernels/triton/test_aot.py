@@ -7,8 +7,10 @@ its shared memory and stay out of local memory as far as the compiler reports it
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +18,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from kernels.triton.aot import SHARED_MEMORY, compile_for
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from kernels.triton.aot import SHARED_MEMORY, compile_for, machine_code
 from topkapi.context import Context
 from topkapi.device import DeviceInfo
 from topkapi.kernels.triton import (
@@ -81,6 +85,9 @@ class Recorder:
 def _type(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return TYPES[value.dtype]
+    if isinstance(value, TensorDescriptor):
+        element = TYPES[value.base.dtype].removeprefix("*")
+        return f"tensordesc<{element}{value.block_shape}, {value.layout!r}>"
     return "i32" if isinstance(value, int) else "fp32"
 
 
@@ -190,6 +197,7 @@ KERNELS = (
     (indexer_logits, "_score"),
     (indexer_logits, "_score_stream"),
     (indexer_logits, "_score_sm90"),
+    (indexer_logits, "_score_long"),
     (topk, "_select_rows"),
     (topk, "_collect_rows"),
     (topk, "_choose_rows"),
@@ -240,3 +248,25 @@ def test_compiles_and_fits(name: str, arch: int | str, monkeypatch: pytest.Monke
         assert compiled.shared <= SHARED_MEMORY[arch], f"{label}: {compiled.shared} bytes shared"
         if compiled.spilled is not None:
             assert compiled.spilled <= STACK, f"{label}: {compiled.spilled} bytes of stack a thread"
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"splits": 3, "logit_cap": 20.0}], ids=["prefill", "split"]
+)
+def test_two_groups_of_warps_share_the_scores_of_64_heads(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each computes half of them, and no product is waited for at once."""
+    recorder = Recorder(sparse_mla._attend)
+    monkeypatch.setattr(sparse_mla, "_attend", recorder)
+    monkeypatch.setattr(sparse_mla, "target_of", lambda tensor: device_of(90))
+    monkeypatch.setattr(sparse_mla, "combine", lambda *args: None)
+    q, kv_cache = meta(4096, 128, 576, dtype=BF16), meta(640, 1, 576, dtype=BF16)
+    sparse_mla.sparse_mla(q, kv_cache, meta(4096, 2048), scale=0.1, **options)
+    (launch,) = recorder.launches
+    compiled = compile_for(90, recorder.kernel, launch.types, launch.constants, **launch.options)
+    code = machine_code(compiled.asm["cubin"], tmp_path / "kernel.cubin")
+    products = {wide: len(re.findall(f"HGMMA.64x{wide}x16", code)) for wide in (32, 64, 256)}
+    # 576 dims of the query, 64 tokens of the weights, 16 at once.
+    assert products == {32: 36, 64: 0, 256: 4}
+    assert len(re.findall(r"WARPGROUP\.DEPBAR", code)) <= 4

@@ -9,21 +9,26 @@ For row r and head h, over the selected slots j of the row:
 One program owns BLOCK_H heads of one row and walks over its slots BLOCK_N at a time with an online
 softmax (base 2). The latent part of a gathered tile is key and value: it is loaded once. Heads fill
 the rows of the matrix tile, so 8 or 16 heads cost a tile of 16, not of 64. With few rows,
-several programs share a row's slots and leave partial results that `_combine` merges.
+several programs share a row's slots and leave partial results that `_combine` merges. Why the loop
+is written as it is, and what each trait of it gained, stands in docs/kernels/sparse_mla.md.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from topkapi.device import DeviceInfo
 from topkapi.dispatch import Kernel, Problem
 from topkapi.kernels.triton.e4m3 import decode
+from topkapi.kernels.triton.sparse_mla_tiles import (
+    Tile,
+    choose_span,
+    choose_splits,
+    choose_tile,
+    shares_scores,
+)
 from topkapi.kernels.triton.target import (
     native_fp8,
     refuse_device,
@@ -43,75 +48,93 @@ LOWEST = tl.constexpr(-1.0e30)
 
 
 @triton.jit
+def _scan(slots, K, BLOCK_SCAN: tl.constexpr):
+    """Where the row's slots end, whether any is missing before that, and the largest of them."""
+    end, count, largest = 0, 0, 0
+    for first in range(0, K, BLOCK_SCAN):
+        place = first + tl.arange(0, BLOCK_SCAN)
+        slot = tl.load(slots + place, mask=place < K, other=-1).to(tl.int32)
+        end = tl.maximum(end, tl.max(tl.where(slot >= 0, place + 1, 0), axis=0))
+        count += tl.sum((slot >= 0).to(tl.int32), axis=0)
+        largest = tl.maximum(largest, tl.max(slot, axis=0))
+    return end, count != end, largest
+
+
+@triton.jit
 def _load_latent(
-    kv, slot, valid, L: tl.constexpr, W: tl.constexpr, BLOCK_L: tl.constexpr,
-    BLOCK_N: tl.constexpr, GROUP: tl.constexpr, NATIVE_FP8: tl.constexpr, DTYPE: tl.constexpr,
+    kv, slot, FIRST: tl.constexpr, L: tl.constexpr, W: tl.constexpr, SPAN: tl.constexpr,
+    GROUP: tl.constexpr, NATIVE_FP8: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """The latent part `[BLOCK_N, BLOCK_L]` of the records `slot`, zero where not valid."""
-    dim = tl.arange(0, BLOCK_L)
-    mask = valid[:, None] & (dim < L)[None, :] if BLOCK_L != L else valid[:, None]
-    pointers = kv + (slot * W)[:, None] + dim[None, :]
-    if GROUP == 0:
-        value = tl.load(pointers, mask=mask, other=0.0)
+    """Dims FIRST.. of the latents at `slot`, `[BLOCK_N, SPAN]`, zero from dim L on."""
+    dim = FIRST + tl.arange(0, SPAN)
+    pointers = (kv + dim)[None, :] + (slot * W)[:, None]
+    if FIRST + SPAN > L:
+        value = tl.load(pointers, mask=(dim < L)[None, :], other=0)
     else:
-        code = tl.load(pointers, mask=mask, other=0)
-        GROUPS: tl.constexpr = (BLOCK_L + GROUP - 1) // GROUP
-        SPAN: tl.constexpr = BLOCK_L // GROUPS
-        group = tl.arange(0, GROUPS)
+        value = tl.load(pointers)
+    if GROUP > 0:
+        GROUPS: tl.constexpr = (SPAN + GROUP - 1) // GROUP
+        group = FIRST // GROUP + tl.arange(0, GROUPS)
         scale = tl.load(
             (kv + L).to(tl.pointer_type(tl.float32)) + (slot * (W // 4))[:, None] + group[None, :],
-            mask=valid[:, None] & (group * GROUP < L)[None, :],
+            mask=(group * GROUP < L)[None, :],
             other=0.0,
         )  # [BLOCK_N, GROUPS]
-        spread = tl.reshape(decode(code, NATIVE_FP8).to(tl.float32), [BLOCK_N, GROUPS, SPAN])
-        value = tl.reshape(spread * scale[:, :, None], [BLOCK_N, BLOCK_L])
+        spread = decode(value, NATIVE_FP8).to(tl.float32)
+        spread = tl.reshape(spread, [slot.shape[0], GROUPS, SPAN // GROUPS])
+        value = tl.reshape(spread * scale[:, :, None], [slot.shape[0], SPAN])
     return value.to(DTYPE)
 
 
 @triton.jit
 def _load_rope(
-    kv, slot, valid, P: tl.constexpr, W: tl.constexpr, BLOCK_P: tl.constexpr,
-    OFFSET: tl.constexpr, GROUP: tl.constexpr, DTYPE: tl.constexpr,
+    kv, slot, P: tl.constexpr, W: tl.constexpr, BLOCK_P: tl.constexpr, OFFSET: tl.constexpr,
+    GROUP: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """The rope part `[BLOCK_N, BLOCK_P]` of the records `slot`, zero where not valid."""
+    """The rope parts at `slot`, `[BLOCK_N, BLOCK_P]`, zero from dim P on."""
     dim = tl.arange(0, BLOCK_P)
-    mask = valid[:, None] & (dim < P)[None, :] if BLOCK_P != P else valid[:, None]
     if GROUP == 0:
-        pointers = kv + OFFSET + (slot * W)[:, None] + dim[None, :]
+        pointers = (kv + OFFSET + dim)[None, :] + (slot * W)[:, None]
     else:
         rope = (kv + OFFSET).to(tl.pointer_type(tl.bfloat16))
-        pointers = rope + (slot * (W // 2))[:, None] + dim[None, :]
-    return tl.load(pointers, mask=mask, other=0.0).to(DTYPE)
+        pointers = (rope + dim)[None, :] + (slot * (W // 2))[:, None]
+    if BLOCK_P > P:
+        value = tl.load(pointers, mask=(dim < P)[None, :], other=0.0)
+    else:
+        value = tl.load(pointers)
+    return value.to(DTYPE)
 
 
 @triton.jit
-def _soften(score, valid, best, total, scale, cap, HAS_CAP: tl.constexpr, DTYPE: tl.constexpr):
-    """One step of the online softmax: weights of this tile, and what the earlier ones shrink by."""
-    if HAS_CAP:
-        # cap * tanh(x) = cap - 2 * cap / (exp(2 * x) + 1)
-        grown = tl.exp2(score * (2.0 * LOG2E * scale / cap)) + 1.0
-        score = cap - 2.0 * cap / grown
-        rate = LOG2E
+def _add(total, shrink, weight, WGMMA: tl.constexpr):
+    """The sums `total` of earlier weights, shrunk, and those of this tile, `[BLOCK_H, 1]`.
+
+    With `wgmma` two groups of warps share a tile: `[BLOCK_H, 8]` are sums of the columns that one
+    thread holds, neighbours and those 8 apart. They are added up once, at the end.
+    """
+    if WGMMA:
+        HELD: tl.constexpr = [weight.shape[0], 2, weight.shape[1] // 16, 4, 2]
+        EIGHT: tl.constexpr = [weight.shape[0], 8]
+        # All the same, but in the place of the sums.
+        shrink = tl.reshape(tl.broadcast_to(shrink, weight.shape), HELD)
+        shrink = tl.reshape(tl.max(tl.max(shrink, axis=4), axis=2), EIGHT)
+        held = tl.reshape(tl.sum(tl.sum(tl.reshape(weight, HELD), axis=4), axis=2), EIGHT)
     else:
-        rate = scale * LOG2E
-    score = tl.where(valid[None, :], score, float("-inf"))  # [BLOCK_H, BLOCK_N]
-    new_best = tl.maximum(best, tl.max(score, axis=1) * rate)
-    # One fused multiply-add: the exponent is rounded once, after the difference.
-    weight = tl.exp2(score * rate - new_best[:, None])
-    shrink = tl.exp2(best - new_best)
-    return weight.to(DTYPE), shrink, new_best, total * shrink + tl.sum(weight, axis=1)
+        held = tl.sum(weight, axis=1)[:, None]
+    return total * shrink + held
 
 
 @triton.jit(do_not_specialize=["K", "slots_stride", "rows_stride", "splits"])
 def _attend(
     q, kv, slots, sinks, out, lse, K, slots_stride, rows_stride, splits, scale, cap,
     H: tl.constexpr, L: tl.constexpr, P: tl.constexpr, W: tl.constexpr, ROPE_OFFSET: tl.constexpr,
-    GROUP: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_SCAN: tl.constexpr, SPLIT: tl.constexpr, HAS_SINKS: tl.constexpr,
-    HAS_CAP: tl.constexpr, NATIVE_FP8: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
-    STAGES: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, SPAN: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_SCAN: tl.constexpr, SPLIT: tl.constexpr, EVEN_K: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_CAP: tl.constexpr, NATIVE_FP8: tl.constexpr,
+    PRECISION: tl.constexpr, DTYPE: tl.constexpr, WGMMA: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     HEAD_BLOCKS: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
+    PARTS: tl.constexpr = (L + SPAN - 1) // SPAN
     program = tl.program_id(0)
     head_block = program % HEAD_BLOCKS
     row = (program // HEAD_BLOCKS).to(tl.int64)
@@ -119,11 +142,7 @@ def _attend(
     slots += row * slots_stride
 
     # Up to the last slot that is not -1: padding costs nothing, and it is usually at the end.
-    end = 0
-    for first in range(0, K, BLOCK_SCAN):
-        place = first + tl.arange(0, BLOCK_SCAN)
-        slot = tl.load(slots + place, mask=place < K, other=-1)
-        end = tl.maximum(end, tl.max(tl.where(slot >= 0, place + 1, 0), axis=0))
+    end, holes, largest = _scan(slots, K, BLOCK_SCAN)
     begin = 0
     if SPLIT:
         tiles = (end + BLOCK_N - 1) // BLOCK_N
@@ -132,36 +151,75 @@ def _attend(
         end = tl.minimum(end, begin + span)
 
     head = head_block * BLOCK_H + tl.arange(0, BLOCK_H)
-    dim = tl.arange(0, BLOCK_L)
-    query = q + row * (H * (L + P)) + head[:, None] * (L + P)
     in_heads = (head < H)[:, None]
-    q_latent = tl.load(query + dim[None, :], mask=in_heads & (dim < L)[None, :], other=0.0)
-    q_latent = q_latent.to(DTYPE)  # [BLOCK_H, BLOCK_L]
+    dim = tl.arange(0, SPAN)[None, :]
+    query = q + row * (H * (L + P)) + head[:, None] * (L + P)
+    # The latent comes in PARTS of SPAN dims, each with its part of the query and of the output.
+    queries, accs = (), ()
+    for part in tl.static_range(PARTS):
+        in_part = in_heads & (part * SPAN + dim < L)
+        # Past the first-level cache, where the slots shall stay: the tiles read them again.
+        q_latent = tl.load(query + part * SPAN + dim, mask=in_part, other=0.0, cache_modifier=".cg")
+        queries += (q_latent.to(DTYPE),)  # type: ignore[assignment]  # [BLOCK_H, SPAN]
+        accs += (tl.zeros([BLOCK_H, SPAN], tl.float32),)  # type: ignore[assignment]
     if P > 0:
-        rope_dim = tl.arange(0, BLOCK_P)
-        q_rope = tl.load(
-            query + L + rope_dim[None, :], mask=in_heads & (rope_dim < P)[None, :], other=0.0
-        ).to(DTYPE)  # [BLOCK_H, BLOCK_P]
+        rope_dim = tl.arange(0, BLOCK_P)[None, :]
+        q_rope = tl.load(query + L + rope_dim, mask=in_heads & (rope_dim < P), other=0.0)
+        q_rope = q_rope.to(DTYPE)  # [BLOCK_H, BLOCK_P]
 
     best = tl.full([BLOCK_H], LOWEST, tl.float32)
-    total = tl.zeros([BLOCK_H], tl.float32)
-    acc = tl.zeros([BLOCK_H, BLOCK_L], tl.float32)
-    for first in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+    total = tl.zeros([BLOCK_H, 8 if WGMMA else 1], tl.float32)
+    rate = LOG2E if HAS_CAP else scale * LOG2E
+    # One tile at least, be it empty: where the loop may be left out, ptxas cannot tell that nothing
+    # else writes `acc` while a product is under way, and waits after each `wgmma`.
+    for offset in tl.range(0, tl.maximum(end - begin, 1), BLOCK_N, num_stages=STAGES):
+        first = begin + offset
         place = first + tl.arange(0, BLOCK_N)
-        slot = tl.load(slots + place, mask=place < end, other=-1)
-        valid = slot >= 0
-        slot = tl.where(valid, slot, 0).to(tl.int64)
-        latent = _load_latent(kv, slot, valid, L, W, BLOCK_L, BLOCK_N, GROUP, NATIVE_FP8, DTYPE)
-        if P > 0:
-            rope = _load_rope(kv, slot, valid, P, W, BLOCK_P, ROPE_OFFSET, GROUP, DTYPE)
+        if EVEN_K:
+            slot = tl.load(slots + tl.minimum(begin, K - BLOCK_N) + offset + tl.arange(0, BLOCK_N))
+        else:
+            slot = tl.load(slots + tl.minimum(place, K - 1))
+        # What is missing (-1, the largest unsigned number) reads the largest slot of the row, and
+        # gets no weight: loads that need no mask cost half the instructions.
+        slot = slot.to(tl.int32).to(tl.uint32, bitcast=True)
+        slot = tl.minimum(slot, largest.to(tl.uint32)).to(tl.int64)
         score = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
         if P > 0:
+            rope = _load_rope(kv, slot, P, W, BLOCK_P, ROPE_OFFSET, GROUP, DTYPE)
             score = tl.dot(q_rope, tl.trans(rope), score, input_precision=PRECISION)
-        score = tl.dot(q_latent, tl.trans(latent), score, input_precision=PRECISION)
-        weight, shrink, best, total = _soften(score, valid, best, total, scale, cap, HAS_CAP, DTYPE)
-        acc = acc * shrink[:, None]
-        acc = tl.dot(weight, latent, acc, input_precision=PRECISION)
+        values = ()
+        for part in tl.static_range(PARTS):
+            latent = _load_latent(kv, slot, part * SPAN, L, W, SPAN, GROUP, NATIVE_FP8, DTYPE)
+            values += (latent,)  # type: ignore[assignment]
+            if WGMMA:
+                # Products apart, added in a way that the compiler does not undo, and a branch
+                # before the next product (below): only then do two groups of warps share these
+                # scores. Of products that follow from one another each group computes all.
+                near = score
+                score = tl.dot(queries[part], tl.trans(latent), input_precision=PRECISION)
+                score = tl.fma(near, 1.0, score)
+            else:
+                score = tl.dot(queries[part], tl.trans(latent), score, input_precision=PRECISION)
+        if HAS_CAP:
+            # cap * tanh(x) = cap - 2 * cap / (exp(2 * x) + 1)
+            score = cap - 2.0 * cap / (tl.exp2(score * (2.0 * LOG2E * scale / cap)) + 1.0)
+        if holes | (first + BLOCK_N > end):
+            seen = tl.load(slots + place, mask=place < end, other=-1) >= 0
+            score = tl.where(seen[None, :], score, float("-inf"))
+        new_best = tl.maximum(best, tl.max(score, axis=1) * rate)
+        # One fused multiply-add: the exponent is rounded once, after the difference.
+        weight = tl.exp2(score * rate - new_best[:, None])  # [BLOCK_H, BLOCK_N]
+        shrink = tl.exp2(best - new_best)[:, None]
+        best = new_best
+        total = _add(total, shrink, weight, WGMMA)
+        grown = ()
+        for part in tl.static_range(PARTS):
+            acc = accs[part] * shrink
+            acc = tl.dot(weight.to(DTYPE), values[part], acc, input_precision=PRECISION)
+            grown += (acc,)  # type: ignore[assignment]
+        accs = grown
 
+    total = tl.sum(total, axis=1)
     seen = total != 0.0
     lse2 = tl.where(seen, best + tl.log2(total), float("-inf"))
     denominator = total
@@ -171,9 +229,10 @@ def _attend(
             denominator += tl.exp2(sink * LOG2E - best)
     inverse = tl.where(seen, 1.0 / denominator, 0.0)
     place = split.to(tl.int64) * rows_stride + row * H + head
-    pointers = out + place[:, None] * L + dim[None, :]
-    result = (acc * inverse[:, None]).to(out.dtype.element_ty)
-    tl.store(pointers, result, mask=in_heads & (dim < L)[None, :])
+    for part in tl.static_range(PARTS):
+        result = tl.where(seen[:, None], accs[part] * inverse[:, None], 0.0)
+        pointers = out + place[:, None] * L + part * SPAN + dim
+        tl.store(pointers, result.to(out.dtype.element_ty), mask=in_heads & (part * SPAN + dim < L))
     tl.store(lse + place, lse2 * (1.0 if SPLIT else LN2), mask=head < H)
 
 
@@ -208,55 +267,6 @@ def _combine(
     tl.store(lse + place, tl.where(total != 0.0, (best + tl.log2(total)) * LN2, float("-inf")))
 
 
-@dataclass(frozen=True)
-class Tile:
-    """How the work is cut: heads and tokens a tile, warps, pipeline stages, programs of an SM."""
-
-    heads: int
-    tokens: int
-    warps: int
-    stages: int
-    per_sm: int = 1
-
-
-def choose_tile(device: DeviceInfo, heads: int, latent: int, rope: int, itemsize: int) -> Tile:
-    """The launch configuration for `heads` heads over records of `latent` and `rope` dims."""
-    block_heads = min(64, max(16, triton.next_power_of_2(heads)))
-    hopper = device.backend == "cuda" and int(device.arch) in (90, 100)
-    if hopper and itemsize == 2:
-        if block_heads == 64:
-            row = 2 * (triton.next_power_of_2(latent) + triton.next_power_of_2(max(rope, 1)))
-            fits = device.arch == 90 and (64 + 2 * 64) * row <= device.shared_memory
-            return Tile(64, 64 if fits else 32, 8, 2)
-        return Tile(block_heads, 32, 4, 5, per_sm=2)
-    if itemsize == 4:
-        return Tile(16, 16, 8, 1)
-    row = (triton.next_power_of_2(latent) + triton.next_power_of_2(max(rope, 1))) * itemsize
-    for tile in (Tile(32, 32, 4, 2), Tile(16, 32, 4, 2), Tile(16, 16, 4, 2)):
-        block = min(tile.heads, block_heads)
-        # The query, two buffers of tokens and room to convert one.
-        if (block + 3 * tile.tokens) * row <= device.shared_memory:
-            return Tile(block, tile.tokens, tile.warps, tile.stages)
-    return Tile(16, 16, 4, 1)
-
-
-def choose_splits(
-    device: DeviceInfo,
-    tile: Tile,
-    rows: int,
-    heads: int,
-    selected: int,
-    row_bytes: int,
-    budget: int,
-) -> int:
-    """How many programs share one row's slots: enough to fill the device, within the budget."""
-    programs = rows * -(-heads // tile.heads)
-    wanted = max(1, device.num_sms * tile.per_sm // max(programs, 1))
-    useful = max(1, selected // (2 * tile.tokens))
-    affordable = max(1, budget // max(rows * row_bytes, 1))
-    return min(wanted, useful, affordable, 64)
-
-
 def sparse_mla(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -282,15 +292,14 @@ def sparse_mla(
     rope_dim = dims - v_dim
     out = torch.empty(rows, heads, v_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(rows, heads, dtype=torch.float32, device=q.device)
-    if rows == 0:
-        return out, lse
+    if 0 in (rows, slots.shape[1], kv_cache.shape[0]):
+        return out.zero_(), lse.fill_(float("-inf"))
     q, slots = q.contiguous(), slots.contiguous()
     kv_cache = kv_cache if kv_cache.stride(2) == 1 else kv_cache.contiguous()
     layout = latent_layout(kv_cache.dtype)
     mixed = kv_cache.dtype not in (q.dtype, LATENT_FP8.dtype)
     compute = torch.float32 if mixed else q.dtype
     device = target_of(q)
-    block_l = max(16, triton.next_power_of_2(v_dim))
     block_p = max(16, triton.next_power_of_2(rope_dim)) if rope_dim else 16
     tile = tile or choose_tile(device, heads, v_dim, rope_dim, compute.itemsize)
     if splits is None and batch_invariant:
@@ -313,11 +322,13 @@ def sparse_mla(
     )  # fmt: skip
     _attend[grid](
         *arguments, H=heads, L=v_dim, P=rope_dim, W=kv_cache.stride(0), ROPE_OFFSET=rope_offset,
-        GROUP=layout.group, BLOCK_H=tile.heads, BLOCK_N=tile.tokens, BLOCK_L=block_l,
-        BLOCK_P=block_p,
+        GROUP=layout.group, BLOCK_H=tile.heads, BLOCK_N=tile.tokens,
+        SPAN=choose_span(tile, v_dim, layout.group), BLOCK_P=block_p,
         BLOCK_SCAN=min(2048, max(256, triton.next_power_of_2(slots.shape[1]))),
-        SPLIT=splits > 1, HAS_SINKS=sinks is not None, HAS_CAP=logit_cap > 0,
+        SPLIT=splits > 1, EVEN_K=slots.shape[1] % tile.tokens == 0,
+        HAS_SINKS=sinks is not None, HAS_CAP=logit_cap > 0,
         NATIVE_FP8=native_fp8(device), PRECISION="ieee", DTYPE=TRITON_DTYPE[compute],
+        WGMMA=shares_scores(device, tile),
         STAGES=tile.stages, num_stages=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
     if splits > 1:

@@ -1,0 +1,84 @@
+"""How the portable sparse MLA kernel is cut for a device: tiles, and programs that share a row.
+
+Numbers measured on an H200 (docs/kernels/sparse_mla.md); what other devices hold is computed from
+their shared memory. Knows no formula.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+
+from topkapi.device import DeviceInfo
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How the work is cut: heads and tokens a tile, warps, pipeline stages, programs of an SM.
+
+    `whole`: loads and products take all dims of a latent at once; otherwise 64, where a thread
+    computes fewer addresses.
+    """
+
+    heads: int
+    tokens: int
+    warps: int
+    stages: int
+    per_sm: int = 1
+    whole: bool = False
+
+
+def choose_tile(device: DeviceInfo, heads: int, latent: int, rope: int, itemsize: int) -> Tile:
+    """The launch configuration for `heads` heads over records of `latent` and `rope` dims."""
+    block_heads = min(64, _padded(heads))
+    row = (_padded(latent) + (_padded(rope) if rope else 0)) * itemsize
+    if device.backend == "cuda" and int(device.arch) in (90, 100) and itemsize == 2:
+        if block_heads == 64:
+            fits = device.arch == 90 and (64 + 2 * 64) * row <= device.shared_memory
+            return Tile(64, 64 if fits else 32, 8, 2, whole=True)
+        return Tile(block_heads, 64, 4, 3, per_sm=2)
+    if itemsize == 4:
+        return Tile(16, 16, 8, 1)
+    hip = device.backend == "hip"
+    for most, tokens in ((32, 32), (16, 32), (16, 16)):
+        block = min(most, block_heads)
+        # The query, two buffers of tokens and room to convert one.
+        if (block + 3 * tokens) * row <= device.shared_memory:
+            return Tile(block, tokens, 4, 2 if hip else 3, whole=hip)
+    return Tile(16, 16, 4, 1, whole=hip)
+
+
+def choose_span(tile: Tile, latent: int, group: int) -> int:
+    """How many dims of a latent, of fp8 groups of `group`, one load and product takes."""
+    if tile.whole:
+        return _padded(latent)
+    even = latent & -latent
+    return min(group or 64, even if even >= 16 else 64, _padded(latent))
+
+
+def shares_scores(device: DeviceInfo, tile: Tile) -> bool:
+    """Whether two groups of warps share a tile of scores as `wgmma` computes it."""
+    return device.arch == 90 and tile.heads >= 64 and tile.warps == 8
+
+
+def _padded(size: int) -> int:
+    """A size that a tile of matrix instructions may have."""
+    return max(16, int(triton.next_power_of_2(size)))
+
+
+def choose_splits(
+    device: DeviceInfo,
+    tile: Tile,
+    rows: int,
+    heads: int,
+    selected: int,
+    row_bytes: int,
+    budget: int,
+) -> int:
+    """How many programs share one row's slots: enough to fill the device, within the budget."""
+    programs = rows * -(-heads // tile.heads)
+    wanted = max(1, device.num_sms * tile.per_sm // max(programs, 1))
+    useful = max(1, selected // (2 * tile.tokens))
+    affordable = max(1, budget // max(rows * row_bytes, 1))
+    return min(wanted, useful, affordable, 64)
