@@ -18,6 +18,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
 from kernels.triton.test_aot import KERNELS, device_of, meta, meta_context
 from topkapi.kernels.hopper import sparse_mla as hopper_mla
 from topkapi.kernels.triton import (
@@ -58,6 +60,8 @@ class Variants:
         if isinstance(value, torch.Tensor):
             aligned = value.storage_offset() * value.element_size() % 16 == 0
             return value.dtype, aligned or name in self.plain
+        if isinstance(value, TensorDescriptor):
+            return value.base.dtype, tuple(value.block_shape), repr(value.layout)
         if name in self.constants or name not in self.kernel.arg_names:
             return value
         if isinstance(value, int):

@@ -1,0 +1,110 @@
+"""When long contexts are scored in tiles of 512 keys on sm90, and what its machine code must be."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from kernels.hopper.test_aot import machine_code
+from kernels.triton.aot import SHARED_MEMORY, compile_for
+from kernels.triton.test_aot import BF16, E4M3, F32, FP8, Recorder, device_of, meta, meta_context
+from topkapi.kernels.triton import indexer_logits
+from topkapi.kernels.triton.indexer_logits import LONG, fits_long, launch_scores
+
+# Bytes of stack a thread that the kernel may use: a few places, of some seven hundred instructions.
+STACK = 192
+
+
+def launches(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    arch: int = 90,
+    heads: int = 64,
+    dtype: torch.dtype = E4M3,
+    cache: torch.dtype = FP8,
+    width: int = 65536,
+    longest_q: int = 4096,
+    fill: bool = True,
+) -> dict[str, Any]:
+    """What is launched to score 4096 rows, by the kernel's name."""
+    recorders = []
+    for name in ("_score", "_score_stream", "_score_sm90", "_score_long"):
+        recorders.append(Recorder(getattr(indexer_logits, name)))
+        monkeypatch.setattr(indexer_logits, name, recorders[-1])
+    monkeypatch.setattr(indexer_logits, "target_of", lambda tensor: device_of(arch))
+    launch_scores(
+        meta(4096, heads, 128, dtype=dtype),
+        meta(4096, heads, dtype=F32),
+        meta(9, 64 * 132, dtype=cache) if cache == FP8 else meta(640, 128, dtype=cache),
+        replace(meta_context(4096, 1, width), max_seq_len_q=longest_q),
+        meta(4096, width, dtype=F32),
+        first_row=0,
+        fill=fill,
+    )
+    return {r.kernel.__name__: (r.kernel, launch) for r in recorders for launch in r.launches}
+
+
+@pytest.mark.parametrize("heads", [32, 64])
+@pytest.mark.parametrize("dtype", [E4M3, BF16, torch.float16], ids=str)
+def test_long_contexts_take_it(
+    heads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert list(launches(monkeypatch, heads=heads, dtype=dtype)) == ["_score_long"]
+
+
+@pytest.mark.parametrize(
+    ("case", "kernel"),
+    [
+        ({"width": LONG}, "_score"),
+        ({"width": LONG, "dtype": BF16}, "_score_sm90"),
+        ({"heads": 16}, "_score"),
+        ({"heads": 128, "dtype": BF16}, "_score_sm90"),
+        ({"arch": 100}, "_score"),
+        ({"dtype": BF16, "cache": BF16}, "_score"),
+        ({"longest_q": 4}, "_score_stream"),
+    ],
+    ids=str,
+)
+def test_what_it_does_not_do_goes_elsewhere(
+    case: dict[str, Any], kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert list(launches(monkeypatch, **case)) == [kernel]
+
+
+def test_what_the_copy_engine_cannot_read_goes_elsewhere() -> None:
+    rows = torch.zeros(4 * 64 * 128 + 8, dtype=BF16)
+    weights = torch.zeros(4, 64)
+    assert fits_long(rows[8:].view(4, 64, 128), weights, 65536)
+    assert not fits_long(rows[1:-7].view(4, 64, 128), weights, 65536)
+    assert not fits_long(rows[8:].view(4, 64, 128), weights.double(), 65536)
+    assert not fits_long(rows[8:].view(4, 64, 128), torch.zeros(257)[1:].view(4, 64), 65536)
+
+
+@pytest.mark.parametrize("fill", [True, False])
+@pytest.mark.parametrize(
+    ("heads", "dtype"), [(64, E4M3), (32, E4M3), (64, BF16), (32, torch.float16)], ids=str
+)
+def test_compiles_fits_and_overlaps(
+    heads: int, dtype: torch.dtype, fill: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    found = launches(monkeypatch, heads=heads, dtype=dtype, fill=fill)
+    kernel, launch = found["_score_long"]
+    compiled = compile_for(90, kernel, launch.types, launch.constants, **launch.options)
+    assert compiled.shared <= SHARED_MEMORY[90]
+    assert compiled.spilled is not None
+    assert compiled.spilled <= STACK
+    code = machine_code(compiled.asm["cubin"], tmp_path / "kernel.cubin")
+    waits = re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x\d)", code)
+    # Four products of each of two groups, one of them under way behind all waits but the last.
+    assert waits == ["0x1", "0x1", "0x1", "0x0"] * 2, waits
+    products = len(re.findall(r"[QH]GMMA\.64x128", code))
+    assert products == (32 if dtype == E4M3 else 64), products
+    # ... and the first is summed before the second is waited for.
+    first, second = (code.index(f"DEPBAR.LE gsb0, {n}") for n in ("0x1", "0x0"))
+    assert code[first:second].count("FMNMX") >= 3 * 64
