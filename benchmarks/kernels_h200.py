@@ -207,8 +207,10 @@ def variants() -> Iterator[Variant]:
         yield mla("mla_prefill", 4096, 32, context, bf16)
         yield mla("mla_prefill", 4096, 16, context, bf16)
         yield mla("mla_prefill", 4096, 8, context, bf16)
-    yield mla("mla_prefill_tiles", 4096, 128, 65536, bf16, tile(64, 64, 8, 2))
-    for t in (tile(16, 32, 4, 5), tile(32, 64, 8, 5)):
+    for stages in (2, 3):
+        whole = tile(64, 64, 8, stages, whole=True)
+        yield mla("mla_prefill_tiles", 4096, 128, 65536, bf16, whole)
+    for t in (tile(16, 64, 4, 3), tile(16, 32, 4, 3), tile(32, 64, 4, 3)):
         yield mla("mla_prefill_tiles", 4096, t.heads, 65536, bf16, t)
     for cache in (fp8, bf16):
         for heads in (128, 16):
