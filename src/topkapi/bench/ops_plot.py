@@ -14,6 +14,10 @@ from topkapi.bench.ops_page import Row, by_case
 
 _MARKERS = "osD^vP*X<>"
 _COLUMNS = 4
+# Times over the floor that are written on the axis; the second where the first would not fit.
+_TICKS = (1, 2, 5, 10, 20, 50, 100, 200, 500)
+_FEW_TICKS = (1, 3, 10, 30, 100, 300, 1000, 3000, 10000)
+_MANY = 600
 
 
 def plot_ops(rows: Sequence[Row], path: Path) -> list[Path]:
@@ -70,6 +74,9 @@ def _plot_op(rows: Sequence[Row], target: Path) -> None:
         shown[-1].set_xlabel("time / floor")
         shown[-1].xaxis.set_tick_params(labelbottom=True)
     slowest = max(1 / row["fraction"] for row in rows)
+    # Shared by all panels.
+    flat[0].set_xticks(_FEW_TICKS if slowest > _MANY else _TICKS)
+    flat[0].set_xticks([], minor=True)
     flat[0].set_xlim(0.8, 1.25 * max(slowest, 2.0))
     handles = [_mark(flat[0], kernel, index) for index, kernel in enumerate(kernels)]
     figure.legend(handles=handles, loc="outside upper center", ncols=min(6, len(kernels)))
@@ -103,8 +110,6 @@ def _plot_group(axis: Any, group: str, rows: Sequence[Row], kernels: Sequence[st
     axis.axvline(1.0, color="black", linewidth=1)
     axis.set_yticks(list(place.values()), [_size(case) for case in place])
     axis.set_ylim(-0.6, len(place) - 0.4)
-    axis.set_xticks([1, 2, 5, 10, 20, 50, 100, 200, 500, 1000], minor=False)
-    axis.set_xticks([], minor=True)
     axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axis.set_title(group, fontsize=9)
     axis.tick_params(labelsize=8)
