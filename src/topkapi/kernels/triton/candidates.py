@@ -97,33 +97,28 @@ def _compare(line, first, end, least, words, BLOCK: tl.constexpr, WHOLE: tl.cons
 @triton.jit
 def _collect(
     line, begin, end, floor, k, words, values, positions,
-    LIMIT: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    LIMIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Note every column of `begin : end` that may be among the k highest; return how many.
 
     Once k logits at the floor or above are noted, none at the floor itself may be: plateaus of
-    equal logits cost nothing. NaN is not noted: a floor above -inf excludes it. BLOCKS blocks are
-    compared before their bits are looked at.
+    equal logits cost nothing. NaN is not noted: a floor above -inf excludes it.
     """
-    CHUNK: tl.constexpr = BLOCK * BLOCKS
-    WORDS: tl.constexpr = CHUNK // 32
+    WORDS: tl.constexpr = BLOCK // 32
     # One place in each 32 bytes of the next block: it comes closer while this one is worked on.
     sector = tl.arange(0, BLOCK // 8)
     coming = tl.zeros([BLOCK // 8], tl.float32)
     come = tl.zeros([BLOCK // 8], tl.float32)
     count = 0
-    for first in range(begin, end, CHUNK):
+    for first in range(begin, end, BLOCK):
         least = _logit(tl.where(count < k, floor, floor + 1))
-        for block in tl.static_range(BLOCKS):
-            start = first + block * BLOCK
-            to = words + block * (BLOCK // 32)
-            if start + BLOCK <= end:
-                _compare(line, start, end, least, to, BLOCK, True)
-            else:
-                _compare(line, start, end, least, to, BLOCK, False)
-            come += coming
-            ahead = start + BLOCK + 8 * sector
-            coming = tl.load(line + ahead, mask=ahead < end, other=0.0)
+        if first + BLOCK <= end:
+            _compare(line, first, end, least, words, BLOCK, True)
+        else:
+            _compare(line, first, end, least, words, BLOCK, False)
+        come += coming
+        ahead = first + BLOCK + 8 * sector
+        coming = tl.load(line + ahead, mask=ahead < end, other=0.0)
         tl.debug_barrier()
         word = tl.load(words + tl.arange(0, WORDS)).to(tl.uint32, bitcast=True)
         count = _note(line, word, first, count, values, positions, LIMIT, WORDS)

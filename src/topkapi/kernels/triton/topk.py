@@ -50,11 +50,11 @@ def _select_rows(
     rows, row_stride, k, programs, table_stride,
     HAS_STARTS: tl.constexpr, STRIDE_UNIT: tl.constexpr, SLOTS: tl.constexpr, PAGED: tl.constexpr,
     SAMPLE: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr, HELD: tl.constexpr,
-    LIMIT: tl.constexpr, BLOCKS: tl.constexpr, SHORT: tl.constexpr,
+    LIMIT: tl.constexpr, SHORT: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     if not SHORT:
-        words += program * (BLOCK * BLOCKS // 32)
+        words += program * (BLOCK // 32)
         values += program.to(tl.int64) * LIMIT
         positions += program.to(tl.int64) * LIMIT
     row = program
@@ -72,8 +72,7 @@ def _select_rows(
             if (length > HELD) & (length > k):
                 floor = _floor_of_sample(line, length, k, SAMPLE, RUN)
                 tl.debug_barrier()  # the row before has been read to its end
-                found = _collect(line, 0, length, floor, k, words, values, positions, LIMIT,
-                                 BLOCK, BLOCKS)  # fmt: skip
+                found = _collect(line, 0, length, floor, k, words, values, positions, LIMIT, BLOCK)
                 tl.debug_barrier()
                 listed = (found >= k) & (found <= LIMIT) & (floor > LOWEST)
                 size = tl.where(listed, found, length)
@@ -120,8 +119,7 @@ def _collect_rows(
         words += program * (BLOCK // 32)
         values += program.to(tl.int64) * HELD
         positions += program.to(tl.int64) * HELD
-        count = _collect(line, begin, end, floor, k, words, values, positions, HELD,
-                         BLOCK, 1)  # fmt: skip
+        count = _collect(line, begin, end, floor, k, words, values, positions, HELD, BLOCK)
         tl.store(floors + row, floor)
     tl.store(counts + program, count)
 
@@ -184,7 +182,7 @@ class Plan:
     `held`: logits a program holds in registers; `limit`: candidates it may list; `sample` and `run`
     of `_floor_of_sample`; `block`: columns compared at a time; `splits`: programs a row, where more
     than one; `programs`: programs in all, where one takes rows after rows; `registers`: the most a
-    thread may use, 0 for the compiler's choice; `blocks`: blocks compared before any is listed.
+    thread may use, 0 for the compiler's choice.
     """
 
     held: int
@@ -196,7 +194,6 @@ class Plan:
     splits: int
     programs: int
     registers: int
-    blocks: int = 1
 
 
 def choose_plan(device: DeviceInfo, rows: int, width: int, k: int) -> Plan:
@@ -271,7 +268,7 @@ def launch_topk(
     def scratch(size: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(1 if short else size, dtype=dtype, device=logits.device)
 
-    words = scratch(plan.programs * (plan.block * plan.blocks // 32), torch.int32)
+    words = scratch(plan.programs * (plan.block // 32), torch.int32)
     values = scratch(plan.programs * plan.limit, torch.float32)
     positions = scratch(plan.programs * plan.limit, torch.int32)
     aligned = logits.stride(0) % 4 == 0 and logits.data_ptr() % 16 == 0 and starts is None
@@ -300,7 +297,7 @@ def launch_topk(
     _select_rows[(plan.programs,)](
         logits, lengths, row_starts, words, values, positions, out,
         rows=rows, row_stride=stride, k=k, programs=plan.programs, **mapping, **sampling, **shape,
-        HELD=plan.held, LIMIT=plan.limit, BLOCKS=plan.blocks, SHORT=short,
+        HELD=plan.held, LIMIT=plan.limit, SHORT=short,
     )  # fmt: skip
 
 
