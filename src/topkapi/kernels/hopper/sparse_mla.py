@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from topkapi.device import DeviceInfo
 from topkapi.dispatch import Kernel, Problem
 from topkapi.kernels.hopper.attend_narrow import attend_narrow
 from topkapi.kernels.hopper.attend_wide import attend_wide
 from topkapi.kernels.hopper.attend_wide_fp8 import attend_wide_fp8
 from topkapi.kernels.triton import sparse_mla as portable
+from topkapi.kernels.triton.sparse_mla_tiles import choose_splits
 from topkapi.kernels.triton.target import target_of
 from topkapi.layout.latent import LATENT_FP8
 
@@ -45,17 +45,6 @@ def choose_tile(heads: int, fp8: bool) -> Tile:
         return Tile(16, 2, 128)
     # 32 heads are 128 sums a thread, too many for two groups.
     return Tile(32, 1, 152)
-
-
-def choose_splits(
-    device: DeviceInfo, tile: Tile, rows: int, heads: int, selected: int, budget: int
-) -> int:
-    """How many programs share one row's slots: enough to fill the device, within the budget."""
-    programs = rows * -(-heads // tile.heads)
-    wanted = max(1, device.num_sms // max(programs, 1))
-    useful = max(1, selected // (2 * TOKENS))
-    affordable = max(1, budget // max(4 * rows * heads * (LATENT_DIM + 1), 1))
-    return min(wanted, useful, affordable, 64)
 
 
 def sparse_mla(
@@ -97,8 +86,14 @@ def sparse_mla(
     if splits is None and batch_invariant:
         splits = 1
     if splits is None:
-        device = target_of(q)
-        splits = choose_splits(device, tile, rows, heads, slots.shape[1], budget_bytes)
+        splits = choose_splits(
+            target_of(q).num_sms,
+            rows * triton.cdiv(heads, tile.heads),
+            slots.shape[1],
+            2 * TOKENS,
+            4 * rows * heads * (v_dim + 1),
+            budget_bytes,
+        )
     target, target_lse = out, lse
     if splits > 1:
         target = torch.empty(splits, rows, heads, v_dim, dtype=torch.float32, device=q.device)

@@ -306,7 +306,12 @@ def sparse_mla(
         splits = 1
     if splits is None:
         splits = choose_splits(
-            device, tile, rows, heads, slots.shape[1], 4 * heads * (v_dim + 1), budget_bytes
+            device.num_sms * tile.per_sm,
+            rows * triton.cdiv(heads, tile.heads),
+            slots.shape[1],
+            2 * tile.tokens,
+            4 * rows * heads * (v_dim + 1),
+            budget_bytes,
         )
     target, target_lse = out, lse
     if splits > 1:

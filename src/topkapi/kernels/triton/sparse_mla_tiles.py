@@ -68,17 +68,13 @@ def _padded(size: int) -> int:
 
 
 def choose_splits(
-    device: DeviceInfo,
-    tile: Tile,
-    rows: int,
-    heads: int,
-    selected: int,
-    row_bytes: int,
-    budget: int,
+    resident: int, programs: int, selected: int, least: int, bytes_each: int, budget: int
 ) -> int:
-    """How many programs share one row's slots: enough to fill the device, within the budget."""
-    programs = rows * -(-heads // tile.heads)
-    wanted = max(1, device.num_sms * tile.per_sm // max(programs, 1))
-    useful = max(1, selected // (2 * tile.tokens))
-    affordable = max(1, budget // max(rows * row_bytes, 1))
-    return min(wanted, useful, affordable, 64)
+    """How many programs share one row's slots: enough to fill the device, within the budget.
+
+    The device runs `resident` programs at once, and there are `programs` where none is shared.
+    Fewer than `least` of the `selected` slots are not worth a program. Partial results take
+    `bytes_each` for each program of a row, over all rows.
+    """
+    useful = min(resident // max(programs, 1), selected // least)
+    return max(1, min(useful, budget // max(bytes_each, 1), 64))
