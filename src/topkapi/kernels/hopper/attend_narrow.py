@@ -39,8 +39,8 @@ from topkapi.kernels.hopper.softmax import (
     shrink_query,
     start_query,
     wait_for_query,
-    zero_unseen,
 )
+from topkapi.kernels.triton.zero_unseen import zero_unseen
 
 
 @gluon.jit

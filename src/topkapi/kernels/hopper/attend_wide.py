@@ -37,8 +37,8 @@ from topkapi.kernels.hopper.softmax import (
     start_query,
     store_half,
     wait_for_query,
-    zero_unseen,
 )
+from topkapi.kernels.triton.zero_unseen import zero_unseen
 
 
 @gluon.jit

@@ -35,14 +35,6 @@ HALF_DIM = tl.constexpr(256)
 
 
 @gluon.jit
-def zero_unseen(anything):
-    """0, unknown to the compiler: operands at constant places would be kept in registers."""
-    return gl.inline_asm_elementwise(
-        "mov.b32 $0, 0;", "=r,r", [anything], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
 def start_query(q, row, head_block, latent, rope, H, WARPS: gl.constexpr):
     """Start copying the heads' query into `latent [BLOCK_H, 512]`, `rope [BLOCK_H, 64]`.
 

@@ -27,6 +27,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from topkapi.kernels.triton.zero_unseen import zero_unseen
+
 # Heads of a step, its rows' heads one after the other: columns of a product.
 COLUMNS = tl.constexpr(128)
 # Keys of a product, how many products a group makes of them, and keys of a program.
@@ -62,14 +64,6 @@ def _own_lane(anything):
     """This thread's number in its warp; the compiler takes it for a number that all share."""
     return gl.inline_asm_elementwise(
         "mov.u32 $0, %laneid;", "=r,r", [anything], dtype=gl.int32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-def _zero_unseen(anything):
-    """0, unknown to the compiler: operands at constant places would be kept in registers."""
-    return gl.inline_asm_elementwise(
-        "mov.b32 $0, 0;", "=r,r", [anything], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
@@ -223,7 +217,7 @@ def _compute(
                          PAGE_BYTES, D)  # fmt: skip
         for first in range(row, stop, GROUP):
             stage = step % STAGES
-            mine = SIDE * BLOCKS + _zero_unseen(step)
+            mine = SIDE * BLOCKS + zero_unseen(step)
             to = first + group_row
             length = gl.load(lengths + to, mask=to < stop, other=0)
             line = out + (to - first_row).to(gl.int64) * out_stride
