@@ -101,6 +101,7 @@ SUMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "mean of a function": lambda x: torch.mean(x, dim=(x.ndim - 1,)),
     "sum": lambda x: x.sum(dim=-1),
     "sum in fp32": lambda x: torch.sum(x, -1, True, dtype=torch.float32),
+    "mean, as NumPy has it": lambda x: torch.mean(input=x, axis=-1, keepdims=True),  # type: ignore[call-overload]
 }
 
 
@@ -127,6 +128,14 @@ def test_sums_over_rows_are_right_and_their_own(
     assert whole.dtype == over(x).dtype
     torch.testing.assert_close(whole, over(x))
     assert torch.equal(torch.cat(parts, dim=1), whole)
+
+
+def test_activations_take_any_shape_and_named_inputs() -> None:
+    shapes = [(), (1,), (3, 0), (0, 3), (2, 3, 5)]
+    for x in (torch.randn(shape) for shape in shapes):
+        with RowInvariant():
+            got = torch.sigmoid(input=x), torch.nn.functional.silu(x)
+        torch.testing.assert_close(got, (torch.sigmoid(x), torch.nn.functional.silu(x)))
 
 
 def test_other_sums_are_left_alone() -> None:

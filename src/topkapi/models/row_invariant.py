@@ -35,6 +35,8 @@ _TWO_FORMULAS = {
     torch.Tensor.sigmoid,
 }
 _SUMS = {torch.mean, torch.Tensor.mean, torch.sum, torch.Tensor.sum}
+# torch's names of arguments that it also takes under NumPy's.
+_OWN_NAMES = {"axis": "dim", "keepdims": "keepdim"}
 
 
 class RowInvariant(TorchFunctionMode):
@@ -49,13 +51,16 @@ class RowInvariant(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        given = kwargs or {}
         if func is nn.functional.linear:
-            return row_invariant_linear(*args, **(kwargs or {}))
-        if func in _TWO_FORMULAS and args[0].device.type == "cpu":
-            return _elementwise(func, args, kwargs or {})
-        if func in _SUMS and _is_over_rows(*args, **(kwargs or {})):
-            return _over_rows(func, *args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+            return row_invariant_linear(*args, **given)
+        if func in _TWO_FORMULAS and _has_two_formulas(*args, **given):
+            return _elementwise(func, *args, **given)
+        if func in _SUMS:
+            given = {_OWN_NAMES.get(name, name): value for name, value in given.items()}
+            if _is_over_rows(*args, **given):
+                return _over_rows(func, *args, **given)
+        return func(*args, **given)
 
 
 def prepare(model: Any) -> None:
@@ -90,38 +95,45 @@ def per_head(x: torch.Tensor, weight: torch.Tensor, *, row_invariant: bool) -> t
     return out.transpose(0, 1)
 
 
+def _has_two_formulas(input: torch.Tensor, *_: Any, **__: Any) -> bool:
+    """Whether elements of `input` may be left over; one alone always is."""
+    return input.device.type == "cpu" and input.ndim > 0 and input.numel() > 0
+
+
 def _elementwise(
-    func: Callable[..., torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    func: Callable[..., torch.Tensor], input: torch.Tensor, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
-    """`func` of `args[0]`, of any shape, such that no element of it is left over or at the end of a
+    """`func` of `input`, of any shape, such that no element of it is left over or at the end of a
     thread's share.
     """
-    x, rest = args[0], args[1:]
-    rows = x.reshape(-1, x.shape[-1])
+    rows = input.reshape(-1, input.shape[-1])
     rows = nn.functional.pad(rows, (0, -rows.shape[1] % _CPU_VECTOR))
     step = max(1, _CPU_GRAIN // rows.shape[1])
-    parts = [func(part, *rest, **kwargs) for part in torch.split(rows, step)]
-    return torch.cat(parts)[:, : x.shape[-1]].reshape(x.shape)
+    parts = [func(part, *args, **kwargs) for part in torch.split(rows, step)]
+    return torch.cat(parts)[:, : input.shape[-1]].reshape(input.shape)
 
 
-def _is_over_rows(x: torch.Tensor, dim: Any = None, *_: Any, out: Any = None, **__: Any) -> bool:
+def _is_over_rows(
+    input: torch.Tensor, dim: Any = None, *_: Any, out: Any = None, **__: Any
+) -> bool:
     """Whether a sum or mean is over the last of several dimensions alone, and rounds."""
-    if not x.is_floating_point() or x.ndim < 2 or not x.numel() or out is not None:
+    if not input.is_floating_point() or input.ndim < 2 or not input.numel() or out is not None:
         return False
     dims = dim if isinstance(dim, list | tuple) else (dim,)
-    return len(dims) == 1 and dims[0] in (-1, x.ndim - 1)
+    return len(dims) == 1 and dims[0] in (-1, input.ndim - 1)
 
 
 def _over_rows(
     func: Callable[..., torch.Tensor],
-    x: torch.Tensor,
+    input: torch.Tensor,
     dim: Any,
     keepdim: bool = False,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """`func` over the last dimension of `x [..., K]`, tile by tile of rows."""
-    parts = [func(tile, -1, **kwargs)[:n] for _, tile, n in _tiles(x.reshape(-1, x.shape[-1]), 0)]
-    out = torch.cat(parts).view(x.shape[:-1])
+    """`func` over the last dimension of `input [..., K]`, tile by tile of rows."""
+    rows = input.reshape(-1, input.shape[-1])
+    parts = [func(tile, -1, **kwargs)[:count] for _, tile, count in _tiles(rows, 0)]
+    out = torch.cat(parts).view(input.shape[:-1])
     return out.unsqueeze(-1) if keepdim else out
 
 
