@@ -122,6 +122,7 @@ def test_options_come_from_the_environment_in_one_place() -> None:
         ({"TOPKAPI_KERNEL": "torch"}, "TOPKAPI_KERNEL: unknown; known are TOPKAPI_PREFILL_KERNEL"),
         ({"TOPKAPI_DETERMINISTIC": "yes"}, "expected 1, 0, true or false, got 'yes'"),
         ({"TOPKAPI_SCORE_BUDGET_BYTES": "1e9"}, "expected a whole number, got '1e9'"),
+        ({"TOPKAPI_SCORE_BUDGET_BYTES": "²"}, "expected a whole number, got '²'"),
         ({"TOPKAPI_SCORE_BUDGET_BYTES": "5"}, "score_budget_bytes: expected at least 65536, got 5"),
     ],
 )

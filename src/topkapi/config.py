@@ -247,7 +247,7 @@ def _parse(variable: str, text: str, kind: type) -> str | int | bool:
             raise ConfigError(f"{variable}: expected 1, 0, true or false, got {text!r}")
         return values[text.lower()]
     if kind is int:
-        if not text.isdigit():
+        if not text.isdecimal():
             raise ConfigError(f"{variable}: expected a whole number, got {text!r}")
         return int(text)
     return text

@@ -77,14 +77,22 @@ def test_a_report_of_no_file_is_a_usage_error(tmp_path: Path) -> None:
 
 
 def test_a_changed_tree_is_not_called_by_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    for head, changed, named in (
-        ("abc1234", "", "abc1234"),
-        ("abc1234", " M src/topkapi/x.py", "abc1234-dirty"),
-        ("", "", None),
+    for tracked, head, changed, named in (
+        ("__init__.py", "abc1234", "", "abc1234"),
+        ("__init__.py", "abc1234", " M src/topkapi/x.py", "abc1234-dirty"),
+        ("", "abc1234", "", None),  # a virtual environment in somebody's repository
+        ("", "", "", None),
     ):
-        answers = {"rev-parse": head, "status": changed}
+        answers = {"ls-files": tracked, "rev-parse": head, "status": changed}
         monkeypatch.setattr(record, "_git", lambda _, command, *__, to=answers: to[command])
         assert environment(CPU)["commit"] == named
+
+
+def test_a_machine_without_git_measures_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert environment(CPU)["commit"] is None
 
 
 def test_results_are_kept_with_their_facts(tmp_path: Path) -> None:

@@ -294,6 +294,7 @@ def test_the_command_writes_lines_page_and_plot(
         ["--without", "mystery"],
         ["--part", "2/2"],
         ["--part", "x"],
+        ["--part", "²/3"],
     ],
 )
 def test_arguments_are_checked_before_any_work(arguments: list[str]) -> None:

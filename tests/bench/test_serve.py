@@ -284,6 +284,9 @@ def test_the_random_model_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(row["completed"] == 7 and row["differ"] == 0 for row in rows)
     changed = serve.make_llm("random", {**options, "config_overrides": {"index_topk": 8}})
     assert changed.config.index_topk == 8
+    assert random_config(first_k_dense_replace=1).mlp_layer_types[1:] == ["sparse"] * 3
+    with pytest.raises(ConfigError, match=r"index_top$"):
+        serve.make_llm("random", {**options, "config_overrides": {"index_top": 8}})
     with pytest.raises(ConfigError, match="fp16"):
         serve.make_llm("random", {"device": "cpu", "dtype": "fp16"})
 

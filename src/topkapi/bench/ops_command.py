@@ -122,7 +122,7 @@ def _words(text: str) -> list[str]:
 
 def _part(text: str) -> tuple[int, int]:
     first, _, count = text.partition("/")
-    if not (first.isdigit() and count.isdigit() and int(first) < int(count)):
+    if not (first.isdecimal() and count.isdecimal() and int(first) < int(count)):
         raise ConfigError(f"--part: expected I/N with I below N, got {text!r}")
     return int(first), int(count)
 

@@ -19,16 +19,23 @@ from typing import Any
 
 import torch
 
+from topkapi.errors import ConfigError
+
 NUM_LAYERS = 4
 VOCABULARY = 8192
 
 
 def random_config(**changes: Any) -> Any:
-    """The Transformers config; `changes` are fields to set otherwise (tests make it tiny)."""
+    """The Transformers config; `changes` are fields to set otherwise (tests make it tiny). Raises
+    `ConfigError` for one that it has not.
+    """
     from transformers import DeepseekV32Config
 
+    if unknown := sorted(changes.keys() - DeepseekV32Config().to_dict().keys()):
+        raise ConfigError(f"config_overrides: the random model has no {', '.join(unknown)}")
     sizes = {"num_hidden_layers": NUM_LAYERS, "vocab_size": VOCABULARY, **changes}
-    return DeepseekV32Config(first_k_dense_replace=sizes["num_hidden_layers"], **sizes)
+    sizes.setdefault("first_k_dense_replace", sizes["num_hidden_layers"])
+    return DeepseekV32Config(**sizes)
 
 
 def random_model(

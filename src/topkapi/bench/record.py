@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 import subprocess
 import time
 from collections.abc import Iterable, Sequence
@@ -22,8 +23,8 @@ from topkapi.device import device_info, driver_version
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """The facts without which a figure means nothing. Starts `git` twice and, beside a GPU,
-    `nvidia-smi` once; never synchronises.
+    """The facts without which a figure means nothing. Starts `git` and, beside a GPU, `nvidia-smi`;
+    never synchronises.
     """
     info = device_info(device)
     return {
@@ -80,14 +81,21 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """Of the tree that this package lies in; `-dirty` where the package was changed since."""
+    """Of the tree that this package belongs to; `-dirty` where the package was changed since. None
+    without git, and for a package that was installed somewhere in another project's tree.
+    """
     package = Path(__file__).resolve().parents[1]
+    if not _git(package, "ls-files", "--", "__init__.py"):
+        return None
     commit = _git(package, "rev-parse", "--short", "HEAD")
     changed = commit and _git(package, "status", "--porcelain", "--untracked-files=no", "--", ".")
     return f"{commit}-dirty" if changed else commit or None
 
 
 def _git(folder: Path, *command: str) -> str:
+    """What git says; nothing where it fails or is not installed."""
+    if shutil.which("git") is None:
+        return ""
     answer = subprocess.run(
         ["git", "-C", str(folder), *command], capture_output=True, text=True, check=False
     )
