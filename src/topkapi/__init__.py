@@ -1,4 +1,4 @@
-"""DeepSeek Sparse Attention as a library, an engine and a server.
+"""DeepSeek Sparse Attention as a library and an engine.
 
 Names are loaded when they are first used: `import topkapi` itself imports neither torch nor
 Transformers.
