@@ -6,7 +6,8 @@ builder down to the kernels. It knows nothing about forward modes, layers or cac
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 
@@ -54,6 +55,18 @@ class Context:
     def num_requests(self) -> int:
         """B."""
         return self.cu_seqlens_q.shape[0] - 1
+
+    def contiguous(self) -> Context:
+        """The same, its tensors as kernels read them: one value of a vector, and of a row of
+        `table`, after the other. Itself where nothing has to be copied.
+        """
+        tensors = {item.name: getattr(self, item.name) for item in fields(self)}
+        copies: dict[str, Any] = {
+            name: value.contiguous()
+            for name, value in tensors.items()
+            if isinstance(value, torch.Tensor) and value.shape[-1] > 1 and value.stride(-1) != 1
+        }
+        return replace(self, **copies) if copies else self
 
     def slots(self, positions: torch.Tensor) -> torch.Tensor:
         """Map `positions [R, N]` (any int, -1 = none) to slots `[R, N]` int32, -1 kept.

@@ -10,6 +10,8 @@ import torch
 
 from cases import SELECT_CASES, SPARSE_MLA_CASES
 from topkapi import ops
+from topkapi.context import Context
+from topkapi.dispatch import Kernel, Op
 from topkapi.errors import KernelRefusedError, ShapeError
 
 
@@ -77,6 +79,8 @@ MLA_MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"slots": torch.zeros(5, 64)}, "slots: expected dtype int32, int64"),
     ({"v_dim": 577}, "v_dim: expected 1 to D=576, got 577"),
     ({"v_dim": 0}, "v_dim: expected 1 to D=576, got 0"),
+    ({"scale": 0.0}, "scale: expected more than 0, got 0.0"),
+    ({"scale": float("nan")}, "scale: expected more than 0, got nan"),
     ({"kv_cache": torch.zeros(320, 576)}, r"kv_cache: expected \[slots, 1, W\]"),
     ({"kv_cache": torch.zeros(320, 1, 576).byte()}, "W=656 for fp8 records"),
     ({"kv_cache": torch.zeros(320, 1, 576).double()}, "kv_cache: expected dtype"),
@@ -116,6 +120,37 @@ def test_records_name_the_mistake() -> None:
         ops.gather_latent(torch.zeros(8, 1, 6), slots, v_dim=7)
     with pytest.raises(ShapeError, match="W=654 for fp8 records of latent 512 and rope 63"):
         ops.gather_latent(torch.zeros(8, 1, 655).byte(), slots, v_dim=512)
+
+
+def test_kernels_get_vectors_without_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels on GPUs address them by their place alone."""
+    seen: list[torch.Tensor] = []
+
+    def launch(*args: Any, **kwargs: Any) -> Any:
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Context):
+                seen.extend(v for v in vars(value).values() if isinstance(v, torch.Tensor))
+            elif isinstance(value, torch.Tensor) and value.ndim == 1:
+                seen.append(value)
+        return torch.zeros(1)
+
+    def gaps(values: torch.Tensor) -> torch.Tensor:
+        return values.repeat_interleave(2, dim=-1)[..., ::2]
+
+    stub = Kernel("stub", "any", lambda problem: None, launch)
+    monkeypatch.setattr(Op, "choose", lambda *_: stub)
+    inputs = select_inputs()
+    tensors = {n: v for n, v in vars(inputs["context"]).items() if isinstance(v, torch.Tensor)}
+    inputs["context"] = replace(inputs["context"], **{n: gaps(v) for n, v in tensors.items()})
+    ops.select(**inputs)
+    ops.indexer_logits(**{name: value for name, value in inputs.items() if name != "k"})
+    ops.sparse_mla(**mla_inputs() | {"sinks": torch.tensor(1.0).expand(8)})
+    vector = torch.arange(6, dtype=torch.int32)[::2]
+    ops.topk(torch.zeros(3, 9), vector, 2, starts=vector)
+    assert len(seen) == 2 * len(tensors) + 3
+    assert all(value.is_contiguous() for value in seen)
+    for name, value in tensors.items():
+        assert torch.equal(getattr(inputs["context"].contiguous(), name), value)
 
 
 def test_an_unknown_kernel_is_refused_by_name() -> None:

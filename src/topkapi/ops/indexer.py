@@ -49,7 +49,7 @@ def indexer_logits(
         context=context.max_length,
     )
     launch = OPS["indexer_logits"].choose(problem, kernel).launch
-    return cast("torch.Tensor", launch(q, weights, index_cache, context))
+    return cast("torch.Tensor", launch(q, weights, index_cache, context.contiguous()))
 
 
 @torch.no_grad()
@@ -88,7 +88,8 @@ def topk(
         features=features,
     )
     launch = OPS["topk"].choose(problem, kernel).launch
-    return cast("torch.Tensor", launch(logits, lengths, k, starts=starts))
+    starts = None if starts is None else starts.contiguous()
+    return cast("torch.Tensor", launch(logits, lengths.contiguous(), k, starts=starts))
 
 
 @torch.no_grad()
@@ -134,6 +135,7 @@ def select(
         features=frozenset({"batch_invariant"} if batch_invariant else ()),
     )
     launch = OPS["select"].choose(problem, kernel).launch
+    context = context.contiguous()
     positions = launch(
         q, weights, index_cache, context, k, output=output, budget_bytes=budget_bytes
     )

@@ -39,7 +39,7 @@ def sparse_mla(
         q: `[R, H, L + P]` fp32, bf16 or fp16: absorbed query and its rope part; L = `v_dim`.
         kv_cache: `[slots, 1, W]`, fp32, bf16 or fp16 `latent | rope`, or uint8 fp8 records.
         slots: `[R, K]` int; -1 is skipped wherever it stands.
-        scale: multiplies q . kv.
+        scale: multiplies q . kv; positive.
         sinks: `[H]` fp32 natural-log logits that join the denominator alone.
         logit_cap: if positive, scores become `cap * tanh(score / cap)`.
         phase: a hint of the batch's shape.
@@ -51,6 +51,8 @@ def sparse_mla(
     Returns out `[R, H, v_dim]` in q's dtype and lse `[R, H]` fp32, natural log, sink excluded. A
     row without any slot gives 0 and -inf. Raises `ShapeError`, `KernelRefusedError`.
     """
+    if not scale > 0:
+        raise ShapeError(f"scale: expected more than 0, got {scale}")
     problem = _problem(q, kv_cache, slots, v_dim, sinks, logit_cap, phase, batch_invariant)
     chosen = OPS["sparse_mla"].choose(problem, kernel)
     result = chosen.launch(
@@ -59,7 +61,7 @@ def sparse_mla(
         slots,
         scale=scale,
         v_dim=v_dim,
-        sinks=sinks,
+        sinks=None if sinks is None else sinks.contiguous(),
         logit_cap=logit_cap,
         phase=phase,
         budget_bytes=budget_bytes,
