@@ -240,10 +240,10 @@ def head_weights(projection: Any, x: torch.Tensor, *, row_invariant: bool) -> to
     time of a product of copies. Row by row the same bits come of copies alone, inside of
     `RowInvariant`.
     """
-    weight = projection.weight
-    if type(projection) is not nn.Linear or weight.dtype.itemsize == 1:
+    if type(projection) is not nn.Linear or projection.weight.dtype.itemsize == 1:
         weights: torch.Tensor = projection(x).float()
         return weights
+    weight = projection.weight
     sums_in_fp32 = weight.dtype in (torch.bfloat16, torch.float16) and x.dtype == weight.dtype
     if sums_in_fp32 and not row_invariant and device_info(x.device).backend == "cuda":
         return torch.mm(x, weight.T, out_dtype=torch.float32)
