@@ -287,6 +287,8 @@ def test_the_random_model_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     assert random_config(first_k_dense_replace=1).mlp_layer_types[1:] == ["sparse"] * 3
     with pytest.raises(ConfigError, match=r"index_top$"):
         serve.make_llm("random", {**options, "config_overrides": {"index_top": 8}})
+    with pytest.raises(ConfigError, match=r"config_overrides: .*index_topk"):
+        serve.make_llm("random", {**options, "config_overrides": {"index_topk": "x"}})
     with pytest.raises(ConfigError, match="fp16"):
         serve.make_llm("random", {"device": "cpu", "dtype": "fp16"})
 

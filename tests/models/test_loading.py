@@ -255,6 +255,14 @@ def test_directories_that_are_no_checkpoint_are_refused(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
+def test_a_field_of_another_type_is_named(saved: tuple[Path, Any]) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json and config_overrides: .*'index_topk'"):
+        load_model(saved[0], device="cpu", config_overrides={"index_topk": "x"})
+    edit_config(saved[0], index_n_heads="many")
+    with pytest.raises(CheckpointError, match=r"config\.json: .*'index_n_heads'"):
+        load_model(saved[0], device="cpu")
+
+
 def test_an_index_may_not_point_outside_its_directory(saved: tuple[Path, Any]) -> None:
     index = {"weight_map": {KV_B: "../../other.safetensors"}}
     (saved[0] / "model.safetensors.index.json").write_text(json.dumps(index))

@@ -27,15 +27,19 @@ VOCABULARY = 8192
 
 def random_config(**changes: Any) -> Any:
     """The Transformers config; `changes` are fields to set otherwise (tests make it tiny). Raises
-    `ConfigError` for one that it has not.
+    `ConfigError` for one that it has not, or of another type.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import DeepseekV32Config
 
     if unknown := sorted(changes.keys() - DeepseekV32Config().to_dict().keys()):
         raise ConfigError(f"config_overrides: the random model has no {', '.join(unknown)}")
     sizes = {"num_hidden_layers": NUM_LAYERS, "vocab_size": VOCABULARY, **changes}
     sizes.setdefault("first_k_dense_replace", sizes["num_hidden_layers"])
-    return DeepseekV32Config(**sizes)
+    try:
+        return DeepseekV32Config(**sizes)
+    except (TypeError, ValueError, StrictDataclassError) as error:
+        raise ConfigError(f"config_overrides: {error}") from error
 
 
 def random_model(

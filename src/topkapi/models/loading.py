@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoTokenizer, GenerationConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -116,8 +117,9 @@ def read_config(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
     changes = dict(overrides or {})
     try:
         config = CONFIG_MAPPING[model_type].from_dict({**content, **changes})
-    except (TypeError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{directory / 'config.json'}: {error}") from error
+    except (TypeError, ValueError, KeyError, StrictDataclassError) as error:
+        place = f"{directory / 'config.json'}{' and config_overrides' if changes else ''}"
+        raise CheckpointError(f"{place}: {error}") from error
     known = content.keys() | type(config)().to_dict().keys()
     unknown = sorted(changes.keys() - known)
     if unknown:
