@@ -122,6 +122,25 @@ def test_records_name_the_mistake() -> None:
         ops.gather_latent(torch.zeros(8, 1, 655).byte(), slots, v_dim=512)
 
 
+def test_caches_with_gaps_are_refused() -> None:
+    """Kernels on GPUs would write between; records and fp8 pages may lie apart."""
+    slots = torch.zeros(3, dtype=torch.int64)
+    latent, rope = torch.ones(3, 4), torch.ones(3, 2)
+    gaps = torch.zeros(8, 1, 12)[..., ::2]
+    with pytest.raises(ShapeError, match=r"kv_cache: expected records without gaps, .* 2\]"):
+        ops.write_latent(gaps, slots, latent, rope)
+    with pytest.raises(ShapeError, match="kv_cache: expected records without gaps"):
+        ops.gather_latent(gaps, slots, v_dim=4)
+    apart = torch.zeros(8, 1, 12)[..., :6]
+    ops.write_latent(apart, slots, latent, rope)
+    assert ops.gather_latent(apart, slots, v_dim=4, dtype=torch.float32).sum() == 18
+    with pytest.raises(ShapeError, match=r"index_cache: expected keys without gaps, .*\[8, 1\]"):
+        ops.write_index_key(torch.zeros(8, 8)[:, :4], slots, latent)
+    with pytest.raises(ShapeError, match="index_cache: expected pages without gaps"):
+        ops.write_index_key(torch.zeros(4, 32).byte()[:, ::2], slots, latent)
+    ops.write_index_key(torch.zeros(4, 32).byte()[:, :16], slots, latent)
+
+
 def test_kernels_get_vectors_without_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels on GPUs address them by their place alone."""
     seen: list[torch.Tensor] = []

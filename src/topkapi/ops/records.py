@@ -58,6 +58,7 @@ def write_latent(
     check("latent", latent, "T L", sizes, dtypes=FLOATS, like=slots)
     check("rope", rope, "T P", sizes, dtypes=FLOATS, like=slots)
     cache_format = check_kv_cache(kv_cache, sizes["L"], sizes["P"], like=slots)
+    _check_records(kv_cache)
     problem = problem_for(
         "write_latent",
         latent,
@@ -100,7 +101,21 @@ def check_index_cache(index_cache: torch.Tensor, index_dim: int, like: torch.Ten
             f"index_cache: expected pages of a multiple of Di + 4 = {index_dim + 4} bytes, "
             f"got shape {list(index_cache.shape)}"
         )
+    whole = index_cache.stride(1) == 1 if layout.scale_bytes else index_cache.is_contiguous()
+    if not whole:
+        raise ShapeError(
+            f"index_cache: expected {'pages' if layout.scale_bytes else 'keys'} without gaps, "
+            f"got strides {list(index_cache.stride())}"
+        )
     return layout.name
+
+
+def _check_records(kv_cache: torch.Tensor) -> None:
+    """Hold each record of a latent cache to one piece of memory; records may lie apart."""
+    if kv_cache.stride(2) != 1 and kv_cache.shape[2] > 1:
+        raise ShapeError(
+            f"kv_cache: expected records without gaps, got strides {list(kv_cache.stride())}"
+        )
 
 
 @torch.no_grad()
@@ -130,6 +145,7 @@ def gather_latent(
     if v_dim < 1 or rope_dim < 0:
         raise ShapeError(f"v_dim: expected 1 to what a record of W={width} holds, got {v_dim}")
     cache_format = check_kv_cache(kv_cache, v_dim, rope_dim, like=slots)
+    _check_records(kv_cache)
     problem = problem_for(
         "gather_latent", slots, cache_format=cache_format, latent_dim=v_dim, rope_dim=rope_dim
     )
