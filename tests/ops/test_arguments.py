@@ -123,7 +123,7 @@ def test_records_name_the_mistake() -> None:
 
 
 def test_caches_with_gaps_are_refused() -> None:
-    """Kernels on GPUs would write between; records and fp8 pages may lie apart."""
+    """Kernels on GPUs would write between, or copy it all; records and fp8 pages may lie apart."""
     slots = torch.zeros(3, dtype=torch.int64)
     latent, rope = torch.ones(3, 4), torch.ones(3, 2)
     gaps = torch.zeros(8, 1, 12)[..., ::2]
@@ -131,6 +131,8 @@ def test_caches_with_gaps_are_refused() -> None:
         ops.write_latent(gaps, slots, latent, rope)
     with pytest.raises(ShapeError, match="kv_cache: expected records without gaps"):
         ops.gather_latent(gaps, slots, v_dim=4)
+    with pytest.raises(ShapeError, match="kv_cache: expected records without gaps"):
+        ops.sparse_mla(torch.ones(3, 2, 6), gaps, slots[:, None].int(), scale=0.1, v_dim=4)
     apart = torch.zeros(8, 1, 12)[..., :6]
     ops.write_latent(apart, slots, latent, rope)
     assert ops.gather_latent(apart, slots, v_dim=4, dtype=torch.float32).sum() == 18

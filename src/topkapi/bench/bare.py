@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -44,8 +43,8 @@ def bare_call(name: str, case: BenchCase, arguments: Arguments) -> Bare | None:
         module, make = _TOPK[name]
         if module.TOPK.refuse(problem_for("topk", arguments["logits"], topk=case.k)):
             return None
-        peer = partial(loaded, module.PROVIDERS)
-        return Bare(_lazily(lambda: make(peer().call, **arguments)), lambda positions: positions)
+        call = _lazily(lambda: make(loaded(module.PROVIDERS).call, **arguments))
+        return Bare(call, lambda positions: positions)
     if case.op != "indexer_logits" or name != deep_gemm.DEEP_GEMM_LOGITS.name:
         return None
     problem = problem_for(

@@ -22,7 +22,9 @@ CACHE_DTYPES = (*FLOATS, torch.uint8)
 def check_kv_cache(
     kv_cache: torch.Tensor, latent_dim: int, rope_dim: int, like: torch.Tensor
 ) -> str:
-    """Hold a latent cache to `[slots, 1, W]`; return the name of its layout."""
+    """Hold a latent cache to `[slots, 1, W]`, each record one piece of memory (records may lie
+    apart); return the name of its layout.
+    """
     check("kv_cache", kv_cache, "slots 1 W", {}, dtypes=CACHE_DTYPES, like=like)
     layout = latent_layout(kv_cache.dtype)
     width = layout.width(latent_dim, rope_dim)
@@ -30,6 +32,10 @@ def check_kv_cache(
         raise ShapeError(
             f"kv_cache: expected W={width} for {layout.name} records of latent {latent_dim} and "
             f"rope {rope_dim}, got shape {list(kv_cache.shape)}"
+        )
+    if kv_cache.stride(2) != 1 and width > 1:
+        raise ShapeError(
+            f"kv_cache: expected records without gaps, got strides {list(kv_cache.stride())}"
         )
     return layout.name
 
@@ -58,7 +64,6 @@ def write_latent(
     check("latent", latent, "T L", sizes, dtypes=FLOATS, like=slots)
     check("rope", rope, "T P", sizes, dtypes=FLOATS, like=slots)
     cache_format = check_kv_cache(kv_cache, sizes["L"], sizes["P"], like=slots)
-    _check_records(kv_cache)
     problem = problem_for(
         "write_latent",
         latent,
@@ -110,14 +115,6 @@ def check_index_cache(index_cache: torch.Tensor, index_dim: int, like: torch.Ten
     return layout.name
 
 
-def _check_records(kv_cache: torch.Tensor) -> None:
-    """Hold each record of a latent cache to one piece of memory; records may lie apart."""
-    if kv_cache.stride(2) != 1 and kv_cache.shape[2] > 1:
-        raise ShapeError(
-            f"kv_cache: expected records without gaps, got strides {list(kv_cache.stride())}"
-        )
-
-
 @torch.no_grad()
 def gather_latent(
     kv_cache: torch.Tensor,
@@ -145,7 +142,6 @@ def gather_latent(
     if v_dim < 1 or rope_dim < 0:
         raise ShapeError(f"v_dim: expected 1 to what a record of W={width} holds, got {v_dim}")
     cache_format = check_kv_cache(kv_cache, v_dim, rope_dim, like=slots)
-    _check_records(kv_cache)
     problem = problem_for(
         "gather_latent", slots, cache_format=cache_format, latent_dim=v_dim, rope_dim=rope_dim
     )

@@ -65,12 +65,11 @@ def sparse_mla(
     """See `reference.sparse_mla`. Never synchronises; safe inside capture.
 
     `tile` and `splits` override what is chosen, for measuring. `batch_invariant` never splits a
-    row. Temporaries: nothing, or with several programs a row
-    `splits * R * H * 513` fp32, within `budget_bytes`. Records that do not start at multiples of
-    16 bytes, which no pool of ours makes, are left to the portable kernel.
+    row. Temporaries: nothing, or with several programs a row `splits * R * H * 513` fp32, within
+    `budget_bytes`. Records that do not start at multiples of 16 bytes, which no pool of ours makes,
+    are left to the portable kernel.
     """
     rows, heads, _ = q.shape
-    kv_cache = kv_cache if kv_cache.stride(2) == 1 else kv_cache.contiguous()
     if kv_cache.stride(0) * kv_cache.itemsize % 16 or kv_cache.data_ptr() % 16:
         return portable.sparse_mla(
             q, kv_cache, slots, scale=scale, v_dim=v_dim, sinks=sinks, logit_cap=logit_cap,

@@ -295,7 +295,6 @@ def sparse_mla(
     if 0 in (rows, slots.shape[1], kv_cache.shape[0]):
         return out.zero_(), lse.fill_(float("-inf"))
     q, slots = q.contiguous(), slots.contiguous()
-    kv_cache = kv_cache if kv_cache.stride(2) == 1 else kv_cache.contiguous()
     layout = latent_layout(kv_cache.dtype)
     mixed = kv_cache.dtype not in (q.dtype, LATENT_FP8.dtype)
     compute = torch.float32 if mixed else q.dtype
