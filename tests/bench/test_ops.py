@@ -129,7 +129,7 @@ def test_a_kernel_that_breaks_the_device_ends_the_run(monkeypatch: pytest.Monkey
     with pytest.raises(DeviceFailedError, match=r"topk, 4 x 200: .*illegal.* one of peer: measure"):
         next(run)
 
-    def interrupted(*_: object) -> None:
+    def interrupted(*_: object, **__: object) -> None:
         raise RuntimeError("an illegal memory access")
 
     monkeypatch.setattr(ops, "interleaved", interrupted)

@@ -10,7 +10,7 @@ import torch
 from topkapi.bench import ops
 from topkapi.bench.cases import BenchCase
 from topkapi.bench.ceilings import measure_ceilings
-from topkapi.bench.clock import interleaved, measure, prepare
+from topkapi.bench.clock import interleaved, measure, prepare, prepare_line
 
 pytestmark = [
     pytest.mark.gpu,
@@ -64,3 +64,29 @@ def test_a_case_is_checked_and_timed(op: str) -> None:
     (row,) = (row for row in rows if row["kernel"] == "triton")
     assert row["timing"] == "graph", row
     assert 0 < row["fraction"] < 1
+    assert row["steady_seconds"] is None
+
+
+@pytest.mark.parametrize("op", ["topk", "select", "sparse_mla", "write_latent", "gather_latent"])
+def test_a_call_of_a_decoding_step_is_timed_in_line(op: str) -> None:
+    """It takes longer than nothing does, and no longer than alone."""
+    case = BenchCase(
+        op, rows=8, context=4096, requests=8, phase="decode", cache="bf16", dtype=torch.bfloat16,
+        index_heads=64, k=512,
+    )  # fmt: skip
+    rows = list(ops.run([case], CUDA, ops.Plan(frozenset({"none"}), seconds=0.01)))
+    (row,) = (row for row in rows if row["kernel"] == "triton")
+    assert row["steady_calls"] >= 8
+    least = row["ceilings"]["least_steady_seconds"]
+    assert 0 < least < row["ceilings"]["least_seconds"]
+    assert 0.5 * least < row["steady_seconds"]["p50"] < row["seconds"]["p50"], row
+
+
+def test_calls_in_line_are_each_made_once() -> None:
+    counts = torch.zeros(5, device=CUDA)
+    line = prepare_line([lambda at=at: counts[at].add_(1) for at in range(5)], CUDA)
+    assert (line.how, line.calls) == ("graph", 5)
+    line.run()
+    assert counts.tolist() == [2.0] * 5  # once to warm up
+    synchronising = prepare_line([lambda: counts.sum().item()] * 2, CUDA)
+    assert synchronising.how == "launches"

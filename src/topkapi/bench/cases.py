@@ -31,7 +31,8 @@ class BenchCase:
         rows: query rows of all requests together; tokens, for writes and gathers.
         requests: they share the rows equally. Each has `context` tokens of its own, and its rows
             are the last ones of it: row j sees `context - rows/requests + j + 1` tokens.
-        phase: `prefill` or `decode`, the hint that kernels get.
+        phase: `prefill`, or `decode` for a call that a decoding step makes; attention's kernels get
+            it as a hint.
         cache: format of the cached records, a key of `FORMATS`.
         dtype: of queries and of what is written.
         query: `e4m3` for index queries quantised to it, else empty.

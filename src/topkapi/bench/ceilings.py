@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from topkapi.bench.clock import interleaved, prepare
+from topkapi.bench.clock import MOST_IN_LINE, interleaved, prepare, prepare_line
 from topkapi.bench.record import quantiles
 
 
@@ -21,7 +21,8 @@ class Ceilings:
     """Bytes a second of a copy (read and written both counted), FLOP a second of matrix products.
 
     `fp8_from` says where the fp8 figure comes from: `torch._scaled_mm`, or `twice bf16`.
-    `least_seconds` is what the clock shows for a kernel that does nothing; no floor contains it.
+    `least_seconds` is what the clock shows for a kernel that does nothing, `least_steady_seconds`
+    for one in line with others (0 on a CPU); no floor contains them.
     """
 
     bytes_per_second: float
@@ -30,6 +31,7 @@ class Ceilings:
     fp8: float
     fp8_from: str
     least_seconds: float = 0.0
+    least_steady_seconds: float = 0.0
 
     def floor(self, moved: float, flops: float, arithmetic: str) -> float:
         """Seconds that `moved` bytes and `flops` of `arithmetic` (fp32, bf16, fp16, fp8) take at
@@ -65,12 +67,18 @@ def measure_ceilings(device: torch.device) -> Ceilings:
         fp8=2 * found["bf16"] if fp8 is None else product / fp8,
         fp8_from="twice bf16" if fp8 is None else "torch._scaled_mm",
         least_seconds=_seconds(_nothing(device), device, rounds),
+        least_steady_seconds=_steady_seconds(device, rounds) if gpu else 0.0,
     )
 
 
 def _nothing(device: torch.device) -> Callable[[], Any]:
     one = torch.ones(1, device=device)
     return lambda: torch.neg(one, out=one)
+
+
+def _steady_seconds(device: torch.device, rounds: int) -> float:
+    line = prepare_line([_nothing(device) for _ in range(MOST_IN_LINE)], device)
+    return quantiles(interleaved({"line": line}, rounds, device)["line"])["p50"]
 
 
 def _matmul(a: torch.Tensor, out: torch.Tensor) -> Callable[[], Any]:

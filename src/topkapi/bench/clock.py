@@ -5,6 +5,8 @@ flushed before each replay; on a CPU it is called between two readings of the wa
 calls are measured in turn, round by round, so that a drift of the machine's speed meets all of
 them. Knows nothing about operations.
 
+Calls in line are one graph, and the time of each is its share: what a call takes between others.
+
 The cache is flushed by reading, which leaves it full of lines that may be dropped, as the weights
 of a model's other layers do. Lines that a flush wrote would have to go back to memory while the
 call that is timed reads from it.
@@ -13,8 +15,8 @@ call that is timed reads from it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -27,7 +29,9 @@ Call = Callable[[], Any]
 
 # Read before each timed replay: more than the second-level cache of any GPU holds.
 FLUSH_BYTES = 256 * 2**20
-# Rounds that are run and thrown away.
+# Calls in one graph: enough that what a replay adds to them is small.
+MOST_IN_LINE = 64
+# Rounds on a GPU that are run and thrown away.
 WARM_ROUNDS = 2
 # Keeps the device busy while the host enqueues a call that cannot be captured: about half a
 # millisecond.
@@ -36,15 +40,16 @@ _HEAD_START_CYCLES = 1_000_000
 
 @dataclass(frozen=True)
 class Timed:
-    """A call ready to be timed. `how` is `graph`, `launches` or `wall clock`; `graph` (if any) owns
-    the memory of what was captured, and `call` that of what was there before: a graph reads and
-    writes both, and keeps only the first alive.
+    """A call ready to be timed, or `calls` of them in line. `how` is `graph`, `launches` or
+    `wall clock`; `graph` (if any) owns the memory of what was captured, and `call` that of what was
+    there before: a graph reads and writes both, and keeps only the first alive.
     """
 
     run: Call
     how: str
     graph: Any = None
     call: Call | None = None
+    calls: int = 1
 
 
 def prepare(call: Call, device: torch.device) -> Timed:
@@ -66,6 +71,19 @@ def prepare(call: Call, device: torch.device) -> Timed:
     if graph is None:
         return Timed(call, "launches")
     return Timed(graph.replay, "graph", graph, call)
+
+
+def prepare_line(calls: Sequence[Call], device: torch.device) -> Timed:
+    """Run each of `calls` once, then capture all of them, one after the other, as one graph.
+
+    Synchronises.
+    """
+
+    def one_after_the_other() -> None:
+        for call in calls:
+            call()
+
+    return replace(prepare(one_after_the_other, device), calls=len(calls))
 
 
 @lru_cache(maxsize=8)
@@ -102,27 +120,29 @@ def _abandon(graph: torch.cuda.CUDAGraph) -> None:
 
 
 def interleaved(
-    calls: Mapping[str, Timed], rounds: int, device: torch.device
+    calls: Mapping[str, Timed], rounds: int, device: torch.device, *, warm_rounds: int = WARM_ROUNDS
 ) -> dict[str, list[float]]:
-    """Seconds of each call in each of `rounds` rounds; every round runs all calls once."""
+    """Seconds of each call in each of `rounds` rounds; every round runs all calls once. Of calls in
+    line it is the mean of the line.
+    """
     if device.type == "cuda":
-        return _events(calls, rounds, device)
+        return _events(calls, rounds, device, warm_rounds)
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, timed in calls.items():
             start = time.perf_counter()
             timed.run()
-            times[name].append(time.perf_counter() - start)
+            times[name].append((time.perf_counter() - start) / timed.calls)
     return times
 
 
 def _events(
-    calls: Mapping[str, Timed], rounds: int, device: torch.device
+    calls: Mapping[str, Timed], rounds: int, device: torch.device, warm_rounds: int
 ) -> dict[str, list[float]]:
     others = torch.ones(FLUSH_BYTES // 4, dtype=torch.int32, device=device)
     largest = others.new_empty(1)
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {n: [] for n in calls}
-    for _ in range(rounds + WARM_ROUNDS):
+    for _ in range(rounds + warm_rounds):
         for name, timed in calls.items():
             begin, end = _event(), _event()
             torch.amax(others, dim=0, keepdim=True, out=largest)
@@ -134,7 +154,7 @@ def _events(
             events[name].append((begin, end))
     torch.cuda.synchronize(device)
     return {
-        name: [a.elapsed_time(b) / 1e3 for a, b in pairs[WARM_ROUNDS:]]
+        name: [a.elapsed_time(b) / 1e3 / calls[name].calls for a, b in pairs[warm_rounds:]]
         for name, pairs in events.items()
     }
 

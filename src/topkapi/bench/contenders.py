@@ -5,6 +5,7 @@ A contender is a name, a role and a call. Knows nothing of clocks.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -18,12 +19,35 @@ from topkapi.bench.cases import BenchCase
 from topkapi.bench.check import WRITTEN, Tensors
 from topkapi.bench.clock import Call
 from topkapi.bench.inputs import Arguments
+from topkapi.bench.plain import plain_select
 from topkapi.errors import ConfigError
 from topkapi.ops.registry import OPS
 
 TORCH_TOPK = "torch.topk"
 # The CPU's kernel, which runs on a GPU only when it is asked for by name.
 _PLAIN = "torch"
+
+
+def _failures() -> tuple[type[Exception], ...]:
+    """What a launch may die of without ending the run: ours are compiled, peers are foreign."""
+    found: tuple[type[Exception], ...] = (
+        RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError, AssertionError,
+        ImportError, OSError,
+    )  # fmt: skip
+    if importlib.util.find_spec("triton") is not None:
+        from triton.errors import TritonError
+
+        found = (*found, TritonError)
+    return found
+
+
+FAILURES = _failures()
+
+
+def in_words(error: Exception) -> str:
+    """What a row says of it: its kind and the first line of its message."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"[:300]
 
 
 @dataclass(frozen=True)
@@ -91,8 +115,9 @@ def _baselines(case: BenchCase, arguments: Arguments, device: torch.device) -> I
         scoring = {k: v for k, v in arguments.items() if k != "k"}
         for kernel in OPS["indexer_logits"].kernels:
             if kernel.name == _PLAIN and device.type == "cuda":
-                continue
-            call = partial(_score_and_topk, scoring, kernel.name, case.k)
+                call = partial(plain_select, **scoring, k=case.k)
+            else:
+                call = partial(_score_and_topk, scoring, kernel.name, case.k)
             yield Contender(f"{kernel.name} + {TORCH_TOPK}", "baseline", call, exact=False)
 
 

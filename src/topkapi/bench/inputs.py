@@ -1,6 +1,7 @@
 """How are the inputs of a measured case made? Random, seeded, on the device that is measured.
 
-Every request's pages lie in shuffled order, as a cache in use has them.
+Every request's pages lie in shuffled order, as a cache in use has them. More sets of inputs for one
+case are what the layers of a model would give its call: other values, selections, pages and caches.
 """
 
 from __future__ import annotations
@@ -27,7 +28,25 @@ _CHUNK = 2**20
 def make_inputs(case: BenchCase, device: torch.device) -> Arguments:
     """Fresh inputs on `device`, as keyword arguments of the operation."""
     generator = torch.Generator(device).manual_seed(case.seed)
-    return _MAKERS[case.op](case, generator)
+    made = _CACHES.get(case.op)
+    return _MAKERS[case.op](case, generator, made[1](case, generator) if made else None)
+
+
+def make_sets(
+    case: BenchCase, arguments: Arguments, count: int, pool_bytes: int
+) -> list[Arguments]:
+    """`count` sets of inputs like `arguments`, drawn anew. Each has a cache of its own, a copy of
+    the one in `arguments`, unless all of them would take more than `pool_bytes`: then as many as
+    fit are used in turn, at the least that one.
+    """
+    device = next(v.device for v in arguments.values() if isinstance(v, torch.Tensor))
+    generator = torch.Generator(device).manual_seed(case.seed + 1)
+    pool: list[Any] = [None]
+    if case.op in _CACHES:
+        cache = arguments[_CACHES[case.op][0]]
+        caches = max(1, min(count, pool_bytes // cache.nbytes))
+        pool = [cache, *(cache.clone() for _ in range(caches - 1))]
+    return [_MAKERS[case.op](case, generator, pool[at % len(pool)]) for at in range(count)]
 
 
 def make_context(case: BenchCase, generator: torch.Generator) -> Context:
@@ -96,22 +115,22 @@ def _chunks(count: int, device: torch.device) -> list[torch.Tensor]:
     return list(torch.split(torch.arange(count, device=device), _CHUNK))
 
 
-def _scoring(case: BenchCase, generator: torch.Generator) -> Arguments:
+def _scoring(case: BenchCase, generator: torch.Generator, cache: Any) -> Arguments:
     q = _normal(generator, case.rows, case.index_heads, case.index_dim, dtype=case.dtype)
     weights = _normal(generator, case.rows, case.index_heads, dtype=torch.float32)
     return {
         "q": q.to(torch.float8_e4m3fn) if case.query == "e4m3" else q,
         "weights": weights * (case.index_heads * case.index_dim) ** -0.5,
-        "index_cache": _filled_index_cache(case, generator),
+        "index_cache": cache,
         "context": make_context(case, generator),
     }
 
 
-def _selecting(case: BenchCase, generator: torch.Generator) -> Arguments:
-    return {**_scoring(case, generator), "k": case.k}
+def _selecting(case: BenchCase, generator: torch.Generator, cache: Any) -> Arguments:
+    return {**_scoring(case, generator, cache), "k": case.k}
 
 
-def _topk(case: BenchCase, generator: torch.Generator) -> Arguments:
+def _topk(case: BenchCase, generator: torch.Generator, _: Any) -> Arguments:
     logits = _normal(generator, case.rows, case.context, dtype=torch.float32)
     if case.values == "plateau":
         logits.clamp_min_(1.0)
@@ -119,14 +138,14 @@ def _topk(case: BenchCase, generator: torch.Generator) -> Arguments:
     return {"logits": logits, "lengths": lengths, "k": case.k}
 
 
-def _attending(case: BenchCase, generator: torch.Generator) -> Arguments:
+def _attending(case: BenchCase, generator: torch.Generator, cache: Any) -> Arguments:
     width = case.latent + case.rope
     context = make_context(case, generator)
     choose = overlapping_positions if case.selection == "overlap" else uniform_positions
     positions = choose(context.lengths, case.k, case.context, generator)
     return {
         "q": _normal(generator, case.rows, case.heads, width, dtype=case.dtype),
-        "kv_cache": _filled_latent_cache(case, generator),
+        "kv_cache": cache,
         "slots": context.slots(positions),
         "scale": width**-0.5,
         "v_dim": case.latent,
@@ -145,27 +164,24 @@ def _written_slots(case: BenchCase) -> int:
     return (-(-4 * case.rows // PAGE_SIZE) + 1) * PAGE_SIZE
 
 
-def _writing_latent(case: BenchCase, generator: torch.Generator) -> Arguments:
-    slots = _written_slots(case)
+def _writing_latent(case: BenchCase, generator: torch.Generator, cache: Any) -> Arguments:
     return {
-        "kv_cache": _latent_cache(case, slots, generator.device),
-        "slots": _scattered(case, slots, generator),
+        "kv_cache": cache,
+        "slots": _scattered(case, _written_slots(case), generator),
         "latent": _normal(generator, case.rows, case.latent, dtype=case.dtype),
         "rope": _normal(generator, case.rows, case.rope, dtype=case.dtype),
     }
 
 
-def _writing_key(case: BenchCase, generator: torch.Generator) -> Arguments:
-    slots = _written_slots(case)
+def _writing_key(case: BenchCase, generator: torch.Generator, cache: Any) -> Arguments:
     return {
-        "index_cache": _index_cache(case, slots, generator.device),
-        "slots": _scattered(case, slots, generator),
+        "index_cache": cache,
+        "slots": _scattered(case, _written_slots(case), generator),
         "keys": _normal(generator, case.rows, case.index_dim, dtype=case.dtype),
     }
 
 
-def _gathering(case: BenchCase, generator: torch.Generator) -> Arguments:
-    cache = _filled_latent_cache(case, generator)
+def _gathering(case: BenchCase, generator: torch.Generator, cache: Any) -> Arguments:
     return {
         "kv_cache": cache,
         "slots": _scattered(case, cache.shape[0], generator),
@@ -174,7 +190,25 @@ def _gathering(case: BenchCase, generator: torch.Generator) -> Arguments:
     }
 
 
-_MAKERS: dict[str, Callable[[BenchCase, torch.Generator], Arguments]] = {
+def _written_latent_cache(case: BenchCase, generator: torch.Generator) -> torch.Tensor:
+    return _latent_cache(case, _written_slots(case), generator.device)
+
+
+def _written_index_cache(case: BenchCase, generator: torch.Generator) -> torch.Tensor:
+    return _index_cache(case, _written_slots(case), generator.device)
+
+
+# What each operation's cache is called, and how it is made. Top-k has none.
+_CACHES: dict[str, tuple[str, Callable[[BenchCase, torch.Generator], torch.Tensor]]] = {
+    "indexer_logits": ("index_cache", _filled_index_cache),
+    "select": ("index_cache", _filled_index_cache),
+    "sparse_mla": ("kv_cache", _filled_latent_cache),
+    "write_latent": ("kv_cache", _written_latent_cache),
+    "write_index_key": ("index_cache", _written_index_cache),
+    "gather_latent": ("kv_cache", _filled_latent_cache),
+}
+
+_MAKERS: dict[str, Callable[[BenchCase, torch.Generator, Any], Arguments]] = {
     "indexer_logits": _scoring,
     "topk": _topk,
     "select": _selecting,

@@ -2,13 +2,12 @@
 
 A kernel whose answer differs from the reference gets a row that says so, and no time. All that
 answered right are timed in the same rounds (`clock`), beside floors from ceilings measured in the
-same run (`ceilings`).
+same run (`ceilings`); on a GPU short calls of a decoding step also in line (`steady`).
 """
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +18,10 @@ from topkapi.bench.cases import BenchCase
 from topkapi.bench.ceilings import Ceilings, measure_ceilings
 from topkapi.bench.check import Expected, expect
 from topkapi.bench.clock import Timed, interleaved, prepare
-from topkapi.bench.contenders import Contender, answer, contenders, spoil
+from topkapi.bench.contenders import FAILURES, Contender, answer, contenders, in_words, spoil
 from topkapi.bench.inputs import Arguments, make_inputs
 from topkapi.bench.record import environment, package_versions, quantiles
+from topkapi.bench.steady import steady_times
 from topkapi.errors import DeviceFailedError, KernelRefusedError, ShapeError
 
 CASES = sizes.CPU_CASES
@@ -39,31 +39,17 @@ PEER_PACKAGES = (
     "amd-aiter",
 )
 MIN_ROUNDS, MAX_ROUNDS = 5, 20
+# What takes longer than this on a GPU is timed twice, and not more.
+_SLOW_SECONDS = 0.05
 # Memory that the allocator may keep between cases before it gives back what is unused.
 _KEPT_BYTES = 40 * 2**30
-
-
-def _failures() -> tuple[type[Exception], ...]:
-    """What a launch may die of without ending the run: ours are compiled, peers are foreign."""
-    found: tuple[type[Exception], ...] = (
-        RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError, AssertionError,
-        ImportError, OSError,
-    )  # fmt: skip
-    if importlib.util.find_spec("triton") is not None:
-        from triton.errors import TritonError
-
-        found = (*found, TritonError)
-    return found
-
-
-FAILURES = _failures()
 
 
 @dataclass(frozen=True)
 class Plan:
     """How to measure, and whom (see `contenders`). `seconds` is the time that all rounds of a case
-    should take together; without `timing` kernels are only compiled and checked. `commit` is kept
-    with each row in place of what git says.
+    should take together, and half of it again in line; without `timing` kernels are only compiled
+    and checked. `commit` is kept with each row in place of what git says.
     """
 
     vs: frozenset[str] = frozenset({"all"})
@@ -111,26 +97,49 @@ def _measure(
                 timed[contender.name] = prepare(contender.call, device)
             except FAILURES as error:
                 row.pop("error")
-                row["failed"] = _in_words(error)
+                row["failed"] = in_words(error)
         if "failed" in row and not _alive(device):
             raise DeviceFailedError(_last_words(case, [contender.name], row["failed"]))
     if not timed or ceilings is None:
         return rows
     try:
-        times = interleaved(timed, _rounds(timed, plan.seconds, device), device)
+        found = _timed(case, arguments, timed, plan, device)
     except RuntimeError as error:
         if _alive(device):
             raise
-        raise DeviceFailedError(_last_words(case, timed, _in_words(error))) from error
+        raise DeviceFailedError(_last_words(case, timed, in_words(error))) from error
     moved, flops = case.work(_distinct(case, arguments))
     floor = ceilings.floor(moved, flops, case.arithmetic)
+    work = {"bytes": moved, "flops": flops, "arithmetic": case.arithmetic, "floor_seconds": floor}
     for row in rows:
-        name = row["kernel"]
-        if name in times:
-            row |= {"bytes": moved, "flops": flops, "arithmetic": case.arithmetic}
-            row |= {"seconds": quantiles(times[name]), "rounds": len(times[name])}
-            row |= {"timing": timed[name].how, "floor_seconds": floor}
+        if row["kernel"] in found:
+            row |= {**work, **found[row["kernel"]]}
     return compared(rows)
+
+
+def _timed(
+    case: BenchCase,
+    arguments: Arguments,
+    timed: Mapping[str, Timed],
+    plan: Plan,
+    device: torch.device,
+) -> dict[str, dict[str, Any]]:
+    """Times of each contender by both clocks; `steady_seconds` is None where the second has none.
+
+    Raises `RuntimeError` where the device died.
+    """
+    times = _single_times(timed, plan.seconds, device)
+    found: dict[str, dict[str, Any]] = {}
+    for name, of_one in times.items():
+        facts = {"seconds": quantiles(of_one), "rounds": len(of_one), "timing": timed[name].how}
+        found[name] = {**facts, "steady_seconds": None}
+    if device.type == "cuda":
+        middles = {name: facts["seconds"]["p50"] for name, facts in found.items()}
+        whom = plan.vs, plan.without
+        steady = steady_times(case, arguments, middles, *whom, plan.seconds / 2, device)
+        for name, facts in steady.items():
+            found[name] |= facts
+    return found
 
 
 def _alive(device: torch.device) -> bool:
@@ -170,21 +179,24 @@ def _judged(
         name = contender.name.split(" + ")[0]
         return {"refused": str(refusal).split(f"{name}: ", 1)[-1]}
     except FAILURES as error:
-        return {"failed": _in_words(error)}
+        return {"failed": in_words(error)}
     spoil(got)
     return {"wrong": verdict.wrong} if verdict.wrong else {"error": verdict.error}
 
 
-def _in_words(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"[:300]
-
-
-def _rounds(timed: dict[str, Timed], seconds: float, device: torch.device) -> int:
-    """As many as fit into `seconds`, within bounds."""
-    once = interleaved(timed, 1, device)
-    total = sum(times[0] for times in once.values())
-    return max(MIN_ROUNDS, min(MAX_ROUNDS, int(seconds / max(total, 1e-9))))
+def _single_times(
+    timed: Mapping[str, Timed], seconds: float, device: torch.device
+) -> dict[str, list[float]]:
+    """As many rounds as fit into `seconds`, within bounds. What is slow is not in them."""
+    once = interleaved(timed, 1, device, warm_rounds=1)
+    slow = device.type == "cuda"
+    apart = {n: timed[n] for n, times in once.items() if slow and times[0] > _SLOW_SECONDS}
+    quick = {name: one for name, one in timed.items() if name not in apart}
+    total = sum(once[name][0] for name in quick)
+    rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, int(seconds / max(total, 1e-9))))
+    times = interleaved(quick, rounds, device)
+    again = interleaved(apart, 1, device, warm_rounds=0)
+    return {name: times[name] if name in quick else once[name] + again[name] for name in timed}
 
 
 def _distinct(case: BenchCase, arguments: Arguments) -> int | None:
@@ -197,20 +209,22 @@ def _distinct(case: BenchCase, arguments: Arguments) -> int | None:
 
 def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Adds to timed rows of one case `fraction` (of the floor reached), and to ours
-    `best_peer` and `over_best_peer`: its time over ours, above 1 where ours is faster.
+    `best_peer` and `over_best_peer`: its time over ours, above 1 where ours is faster. With
+    `steady_` before, the same by the other clock.
 
     Plain torch counts as a peer where it is the fastest of the others.
     """
-    others = [row for row in rows if "seconds" in row and row["role"] != "ours"]
-    best = min(others, key=lambda row: row["seconds"]["p50"], default=None)
-    for row in rows:
-        if "seconds" not in row:
-            continue
-        middle = row["seconds"]["p50"]
-        row["fraction"] = row["floor_seconds"] / middle
-        if best is not None and row["role"] == "ours":
-            row["best_peer"] = best["kernel"]
-            row["over_best_peer"] = best["seconds"]["p50"] / middle
+    for clock in ("", "steady_"):
+        timed = [row for row in rows if row.get(f"{clock}seconds")]
+        middles = {row["kernel"]: row[f"{clock}seconds"]["p50"] for row in timed}
+        others = [row["kernel"] for row in timed if row["role"] != "ours"]
+        best = min(others, key=lambda name: middles[name], default=None)
+        for row in timed:
+            middle = middles[row["kernel"]]
+            row[f"{clock}fraction"] = row["floor_seconds"] / middle
+            if best is not None and row["role"] == "ours":
+                row[f"{clock}best_peer"] = best
+                row[f"{clock}over_best_peer"] = middles[best] / middle
     return rows
 
 

@@ -130,16 +130,24 @@ def _part(text: str) -> tuple[int, int]:
 def _in_one_line(row: dict[str, Any]) -> str:
     if "seconds" in row:
         state = f"{row['seconds']['p50'] * 1e6:.1f} us, {row['fraction']:.0%} of the floor"
+        if steady := row.get("steady_seconds"):
+            state += f"; steady {steady['p50'] * 1e6:.1f} us, {row['steady_fraction']:.0%}"
+        elif "steady_failed" in row:
+            state += f"; steady failed: {row['steady_failed']}"
     else:
         state = next((f"{key}: {row[key]}" for key in ("wrong", "failed", "refused") if key in row),
                      f"right, error {row.get('error', 0):.1e}")  # fmt: skip
     return f"{row['case']} | {row['kernel']} | {state}"
 
 
+_COLUMNS = ("case", "kernel", "p50 us", "p20 - p80", "GB/s", "GFLOP/s", "floor", "over peer",
+            "steady us")  # fmt: skip
+
+
 def _print_ops(rows: list[dict[str, Any]], where: str) -> None:
     """Refusals are gathered below: a kernel mostly refuses many cases for one reason."""
     table = Table(title=f"Operations on {where}")
-    for name in ("case", "kernel", "p50 us", "p20 - p80", "GB/s", "GFLOP/s", "floor", "over peer"):
+    for name in _COLUMNS:
         table.add_column(name, justify="left" if name in ("case", "kernel") else "right")
     for row in rows:
         if "seconds" not in row:
@@ -151,8 +159,10 @@ def _print_ops(rows: list[dict[str, Any]], where: str) -> None:
         ratio = f"{row['over_best_peer']:.2f} {row['best_peer']}" if "best_peer" in row else ""
         rates = f"{row['bytes'] / middle / 1e9:.1f}", f"{row['flops'] / middle / 1e9:.0f}"
         spread = f"{times['p20']} - {times['p80']}"
-        fraction = f"{row['fraction']:.0%}"
-        table.add_row(row["case"], row["kernel"], times["p50"], spread, *rates, fraction, ratio)
+        steady = row.get("steady_seconds")
+        found = times["p50"], spread, *rates, f"{row['fraction']:.0%}", ratio
+        in_line = f"{steady['p50'] * 1e6:.1f}" if steady else ""
+        table.add_row(row["case"], row["kernel"], *found, in_line)
     if table.row_count:
         console.print(table)
     counts = {state: sum(state in row for row in rows) for state in ("wrong", "failed", "refused")}

@@ -9,6 +9,14 @@ from typing import Any
 Row = dict[str, Any]
 
 
+_STEADY = (
+    "`single / steady`: single is one replay of one call after the second-level cache was flushed, "
+    "with the launch into an idle GPU. Steady is what a call of a decoding step takes between "
+    "others: a graph of 8 to 64 calls in line, each on inputs of its own that are not cached, the "
+    "time of its replay over their number. Calls of more than a millisecond and prefill have none."
+)
+
+
 def write_page(rows: Sequence[Row], path: Path) -> None:
     """Replace `path` by the page. Plots that lie beside it are named as `ops_plot` names them."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -51,12 +59,14 @@ def _facts(rows: Sequence[Row]) -> list[str]:
     ]
     ceilings = next((row["ceilings"] for row in rows if "ceilings" in row), None)
     if ceilings:
+        steady = ceilings.get("least_steady_seconds")
         lines += [
             f"Ceilings measured in the same run: copy {ceilings['bytes_per_second'] / 1e12:.2f} "
             f"TB/s; matrix products of random data {ceilings['bf16'] / 1e12:.0f} TFLOP/s in bf16, "
             f"{ceilings['fp8'] / 1e12:.0f} in fp8 ({ceilings['fp8_from']}). The floor is the "
             "larger of bytes and FLOPs over these. A kernel that does nothing takes "
-            f"{ceilings['least_seconds'] * 1e6:.1f} us by this clock.",
+            f"{ceilings['least_seconds'] * 1e6:.1f} us by this clock"
+            + (f", {steady * 1e6:.1f} steady." if steady else "."),
             "",
         ]
     how = {row["timing"] for row in rows if "timing" in row}
@@ -74,6 +84,8 @@ def _facts(rows: Sequence[Row]) -> list[str]:
             else "."
         ),
     ]
+    if any(row.get("steady_seconds") for row in rows):
+        lines += ["", _STEADY]
     return lines
 
 
@@ -83,29 +95,38 @@ def _table(rows: Sequence[Row]) -> list[str]:
     loose = {row["kernel"] for row in rows if not row.get("exact", True)}
     marked = [f"**{k}**" if k in ours else f"{k} ~" if k in loose else k for k in kernels]
     several = len({row.get("commit") for row in rows}) > 1
-    heads = ["case", *marked]
-    heads += ["floor", "floor %", "over peer", "best peer", *(["commit"] if several else [])]
+    heads = ["case", *marked, "floor", "floor %", "over peer", "best peer"]
+    steady = any(row.get("steady_seconds") for row in rows)
+    heads += ["steady floor %", "steady over peer", "steady best peer"] if steady else []
+    heads += ["commit"] if several else []
     lines = ["| " + " | ".join(heads) + " |", "|---|" + "---:|" * (len(heads) - 2) + "---|"]
     for case, group in by_case(rows).items():
         times = {row["kernel"]: row for row in group}
         cells = [case, *(_time(times.get(kernel)) for kernel in kernels)]
         cells.append(f"{group[0]['floor_seconds'] * 1e6:.1f}")
-        best = best_of_ours(group)
-        if best is None:
-            cells += ["", "", ""]
-        else:
-            ratio = f"{best['over_best_peer']:.2f}" if "best_peer" in best else ""
-            cells += [f"{best['fraction']:.0%}", ratio, best.get("best_peer", "")]
+        cells += _best(group, "")
+        cells += _best(group, "steady_") if steady else []
         if several:
             cells.append(str(group[0].get("commit")))
         lines.append("| " + " | ".join(cells) + " |")
     return lines
 
 
-def best_of_ours(rows: Iterable[Row]) -> Row | None:
-    """The fastest timed row of ours, of one case."""
-    ours = [row for row in rows if row["role"] == "ours" and "seconds" in row]
-    return min(ours, key=lambda row: row["seconds"]["p50"], default=None)
+def _best(rows: Iterable[Row], clock: str) -> list[str]:
+    """Of our fastest kernel by one clock: floor reached, best peer's time over its, best peer."""
+    best = best_of_ours(rows, clock)
+    if best is None:
+        return ["", "", ""]
+    peer = best.get(f"{clock}best_peer", "")
+    ratio = f"{best[f'{clock}over_best_peer']:.2f}" if peer else ""
+    return [f"{best[f'{clock}fraction']:.0%}", ratio, peer]
+
+
+def best_of_ours(rows: Iterable[Row], clock: str = "") -> Row | None:
+    """The row of ours that is the fastest of one case; by the other clock with `steady_`."""
+    key = f"{clock}seconds"
+    ours = [row for row in rows if row["role"] == "ours" and row.get(key)]
+    return min(ours, key=lambda row: row[key]["p50"], default=None)
 
 
 def _time(row: Row | None) -> str:
@@ -113,7 +134,9 @@ def _time(row: Row | None) -> str:
         return ""
     mark = "" if row["timing"] != "launches" else " (not captured)"
     middle = row["seconds"]["p50"] * 1e6
-    return f"{middle:.0f}{mark}" if middle >= 1000 else f"{middle:.1f}{mark}"
+    single = f"{middle:.0f}{mark}" if middle >= 1000 else f"{middle:.1f}{mark}"
+    steady = row.get("steady_seconds")
+    return f"{single} / {steady['p50'] * 1e6:.1f}" if steady else single
 
 
 def _not_timed(rows: Sequence[Row]) -> list[str]:

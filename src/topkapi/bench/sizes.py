@@ -75,21 +75,30 @@ def _selecting() -> Iterator[BenchCase]:
         yield _decode("select", batch, context, query=query, cache="fp8")
 
 
+def _of_rows(op: str, rows: int, context: int = 65536, **sizes: object) -> BenchCase:
+    """Of a decoding step where it has that few rows."""
+    return _case(op, rows, context, phase="decode" if rows <= 128 else "prefill", **sizes)
+
+
+def _gather(tokens: int, cache: str) -> BenchCase:
+    return _case("gather_latent", tokens, 131072, phase="decode", cache=cache)
+
+
 def _ranking() -> Iterator[BenchCase]:
     for rows, context in product((1, 64, 4096), CONTEXTS):
-        yield _case("topk", rows, context)
-    yield _case("topk", 1, 2**20)
-    yield _case("topk", 64, 65536, values="plateau")
-    yield _case("topk", 4096, 65536, values="plateau")
+        yield _of_rows("topk", rows, context)
+    yield _of_rows("topk", 1, 2**20)
+    yield _of_rows("topk", 64, values="plateau")
+    yield _of_rows("topk", 4096, values="plateau")
 
 
 def _records() -> Iterator[BenchCase]:
     for cache, rows in product(("fp8", "bf16"), (1, 128, 4096)):
-        yield _case("write_latent", rows, cache=cache)
+        yield _of_rows("write_latent", rows, cache=cache)
     for rows in (1, 128, 4096):
-        yield _case("write_index_key", rows, cache="fp8")
-    for cache, rows in product(("fp8", "bf16"), (2048, 65536)):
-        yield _case("gather_latent", rows, 131072, cache=cache)
+        yield _of_rows("write_index_key", rows, cache="fp8")
+    for cache, tokens in product(("fp8", "bf16"), (2048, 65536)):
+        yield _gather(tokens, cache)
 
 
 GPU_CASES = (*_attention(), *_scoring(), *_selecting(), *_ranking(), *_records())
@@ -106,12 +115,12 @@ GPU_QUICK = (
     _decode("indexer_logits", 8, 65536, cache="fp8"),
     _case("select", 4096, 8192, cache="fp8"),
     _decode("select", 8, 65536, query="e4m3", cache="fp8"),
-    _case("topk", 64, 65536),
-    _case("topk", 4096, 8192),
-    _case("topk", 64, 65536, values="plateau"),
-    _case("write_latent", 128, cache="fp8"),
-    _case("write_index_key", 128, cache="fp8"),
-    _case("gather_latent", 2048, 131072, cache="fp8"),
+    _of_rows("topk", 64),
+    _of_rows("topk", 4096, 8192),
+    _of_rows("topk", 64, values="plateau"),
+    _of_rows("write_latent", 128, cache="fp8"),
+    _of_rows("write_index_key", 128, cache="fp8"),
+    _gather(2048, "fp8"),
 )
 
 
