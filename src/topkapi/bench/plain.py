@@ -1,5 +1,5 @@
-"""`select` as somebody writes it who has none of our kernels: keys gathered by torch, scores by a
-matrix product for all heads, `torch.topk`. In blocks that fit a budget, as our own kernels are.
+"""`select` as somebody writes it who has none of our kernels: pages of keys gathered by torch,
+scores by a matrix product for all heads, `torch.topk`. In blocks that fit a budget, as ours are.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from topkapi.context import Context
-from topkapi.reference.records import read_index_key
+from topkapi.layout.index_key import fp8_page_views
 
 
 def plain_select(
@@ -38,12 +38,11 @@ def plain_select(
     most_requests, most_rows = max(1, fitting // per), min(per, fitting)
     for first in range(0, requests, most_requests):
         block = slice(first, first + most_requests)
-        keys, scales = _keys(index_cache, context, block, dim)
-        keys = keys.to(dtype).mT
+        keys, scales = _keys(index_cache, context, block, dim, dtype)
         for begin in range(0, per, most_rows):
             part = block, slice(begin, begin + most_rows)
             asked = queries[part]
-            scores = _product(asked.flatten(1, 2), keys).relu_()
+            scores = _product(asked.flatten(1, 2), keys.mT).relu_()
             logits = (shares[part] @ scores.view(*asked.shape[:3], width))[:, :, 0]
             if scales is not None:
                 logits *= scales[:, None]
@@ -53,14 +52,21 @@ def plain_select(
 
 
 def _keys(
-    index_cache: torch.Tensor, context: Context, requests: slice, dim: int
+    index_cache: torch.Tensor, context: Context, requests: slice, dim: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Keys `[b, S, Di]` of some requests as stored, and scales `[b, S]` where they have any."""
+    """Keys `[b, S, Di]` of some requests, and scales `[b, S]` fp32 where they have any."""
     assert context.table is not None, "measured contexts have a table"
     assert context.table_rows is not None, "a table comes with table_rows"
-    slots = context.table[context.table_rows[requests], : context.max_length]
-    keys, scales = read_index_key(index_cache, slots.flatten(), dim)
-    return keys.view(*slots.shape, dim), None if scales is None else scales.view(slots.shape)
+    width, page = context.max_length, context.page_size
+    slots = context.table[context.table_rows[requests]]
+    count = slots.shape[0]
+    if index_cache.dtype != torch.uint8:
+        keys = index_cache.index_select(0, slots[:, :width].flatten())
+        return keys.to(dtype).view(count, width, dim), None
+    pages = index_cache.index_select(0, slots[:, ::page].flatten() // page)
+    codes, scales = fp8_page_views(pages, dim, page)
+    keys = codes.to(dtype).view(count, -1, dim)[:, :width]
+    return keys, scales.reshape(count, -1)[:, :width]
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
