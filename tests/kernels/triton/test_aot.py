@@ -250,23 +250,56 @@ def test_compiles_and_fits(name: str, arch: int | str, monkeypatch: pytest.Monke
             assert compiled.spilled <= STACK, f"{label}: {compiled.spilled} bytes of stack a thread"
 
 
+def sparse_mla_sm90(
+    monkeypatch: pytest.MonkeyPatch,
+    path: Path,
+    latent: int = 512,
+    rope: int = 64,
+    cache: torch.dtype = BF16,
+    **options: Any,
+) -> str:
+    """The machine code of prefill with 128 heads."""
+    recorder = Recorder(sparse_mla._attend)
+    monkeypatch.setattr(sparse_mla, "_attend", recorder)
+    monkeypatch.setattr(sparse_mla, "target_of", lambda tensor: device_of(90))
+    monkeypatch.setattr(sparse_mla, "combine", lambda *args: None)
+    q = meta(4096, 128, latent + rope, dtype=BF16)
+    kv_cache = meta(640, 1, latent_layout(cache).width(latent, rope), dtype=cache)
+    slots = meta(4096, 2048)
+    sparse_mla.sparse_mla(q, kv_cache, slots, scale=0.1, v_dim=latent, **options)
+    (launch,) = recorder.launches
+    compiled = compile_for(90, recorder.kernel, launch.types, launch.constants, **launch.options)
+    return machine_code(compiled.asm["cubin"], path / "kernel.cubin")
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"splits": 3, "logit_cap": 20.0}], ids=["prefill", "split"]
 )
 def test_two_groups_of_warps_share_the_scores_of_64_heads(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Each computes half of them, and no product is waited for at once."""
-    recorder = Recorder(sparse_mla._attend)
-    monkeypatch.setattr(sparse_mla, "_attend", recorder)
-    monkeypatch.setattr(sparse_mla, "target_of", lambda tensor: device_of(90))
-    monkeypatch.setattr(sparse_mla, "combine", lambda *args: None)
-    q, kv_cache = meta(4096, 128, 576, dtype=BF16), meta(640, 1, 576, dtype=BF16)
-    sparse_mla.sparse_mla(q, kv_cache, meta(4096, 2048), scale=0.1, **options)
-    (launch,) = recorder.launches
-    compiled = compile_for(90, recorder.kernel, launch.types, launch.constants, **launch.options)
-    code = machine_code(compiled.asm["cubin"], tmp_path / "kernel.cubin")
+    """Each computes half of them, and they are waited for behind the loads of the next tile."""
+    code = sparse_mla_sm90(monkeypatch, tmp_path, **options)
     products = {wide: len(re.findall(f"HGMMA.64x{wide}x16", code)) for wide in (32, 64, 256)}
     # 576 dims of the query, 64 tokens of the weights, 16 at once.
     assert products == {32: 36, 64: 0, 256: 4}
-    assert len(re.findall(r"WARPGROUP\.DEPBAR", code)) <= 4
+    # Both sums of scores, the output, and what may be left after the loop.
+    assert code.count(WAIT) <= 4
+    assert code.rindex("HGMMA.64x32x16") < code.rindex("LDGSTS") < code.index(WAIT)
+
+
+WAIT = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
+
+
+@pytest.mark.parametrize("cache", [BF16, FP8], ids=["bf16", "fp8"])
+@pytest.mark.parametrize(("latent", "rope"), [(512, 64), (384, 96), (512, 0), (512, 6), (128, 32)])
+def test_scores_are_waited_for(
+    latent: int, rope: int, cache: torch.dtype, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Triton waits for them in the branch that uses them, or at once."""
+    code = sparse_mla_sm90(monkeypatch, tmp_path, latent, rope, cache)
+    found = [(int(one[1]), one.start()) for one in re.finditer(r"HGMMA\.64x(\d+)x16", code)]
+    widest = max(width for width, _ in found)
+    scores = max(start for width, start in found if width < widest)
+    output = min(start for width, start in found if width == widest)
+    assert WAIT in code[scores:output]

@@ -22,6 +22,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from topkapi.dispatch import Kernel, Problem
 from topkapi.kernels.triton.e4m3 import decode
+from topkapi.kernels.triton.softmax import LN2, LOG2E, LOWEST, limit, weigh
 from topkapi.kernels.triton.sparse_mla_tiles import (
     Tile,
     choose_span,
@@ -41,10 +42,6 @@ TRITON_DTYPE = {
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
 }
-LN2 = tl.constexpr(0.6931471805599453)
-LOG2E = tl.constexpr(1.4426950408889634)
-# Stands for -inf as a running maximum: differences of it are never NaN.
-LOWEST = tl.constexpr(-1.0e30)
 
 
 @triton.jit
@@ -106,22 +103,13 @@ def _load_rope(
 
 
 @triton.jit
-def _add(total, shrink, weight, WGMMA: tl.constexpr):
-    """The sums `total` of earlier weights, shrunk, and those of this tile, `[BLOCK_H, 1]`.
-
-    With `wgmma` two groups of warps share a tile: `[BLOCK_H, 8]` are sums of the columns that one
-    thread holds, neighbours and those 8 apart. They are added up once, at the end.
-    """
-    if WGMMA:
-        HELD: tl.constexpr = [weight.shape[0], 2, weight.shape[1] // 16, 4, 2]
-        EIGHT: tl.constexpr = [weight.shape[0], 8]
-        # All the same, but in the place of the sums.
-        shrink = tl.reshape(tl.broadcast_to(shrink, weight.shape), HELD)
-        shrink = tl.reshape(tl.max(tl.max(shrink, axis=4), axis=2), EIGHT)
-        held = tl.reshape(tl.sum(tl.sum(tl.reshape(weight, HELD), axis=4), axis=2), EIGHT)
-    else:
-        held = tl.sum(weight, axis=1)[:, None]
-    return total * shrink + held
+def _grow(accs, shrink, weight, values, PARTS: tl.constexpr, PRECISION: tl.constexpr):
+    """The parts of the output, `[BLOCK_H, SPAN]` each, with those of one more tile."""
+    grown = ()
+    for part in tl.static_range(PARTS):
+        acc = tl.dot(weight, values[part], accs[part] * shrink, input_precision=PRECISION)
+        grown += (acc,)  # type: ignore[assignment]
+    return grown
 
 
 @triton.jit(do_not_specialize=["K", "slots_stride", "rows_stride", "splits"])
@@ -170,6 +158,8 @@ def _attend(
     best = tl.full([BLOCK_H], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_H, 8 if WGMMA else 1], tl.float32)
     rate = LOG2E if HAS_CAP else scale * LOG2E
+    near = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
+    far = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
     # One tile at least, be it empty: where the loop may be left out, ptxas cannot tell that nothing
     # else writes `acc` while a product is under way, and waits after each `wgmma`.
     for offset in tl.range(0, tl.maximum(end - begin, 1), BLOCK_N, num_stages=STAGES):
@@ -183,41 +173,38 @@ def _attend(
         # gets no weight: loads that need no mask cost half the instructions.
         slot = slot.to(tl.int32).to(tl.uint32, bitcast=True)
         slot = tl.minimum(slot, largest.to(tl.uint32)).to(tl.int64)
-        score = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
-        if P > 0:
-            rope = _load_rope(kv, slot, P, W, BLOCK_P, ROPE_OFFSET, GROUP, DTYPE)
-            score = tl.dot(q_rope, tl.trans(rope), score, input_precision=PRECISION)
         values = ()
-        for part in tl.static_range(PARTS):
-            latent = _load_latent(kv, slot, part * SPAN, L, W, SPAN, GROUP, NATIVE_FP8, DTYPE)
+        if WGMMA:
+            # Both products stay under way until the branch below, which Triton puts last: the loads
+            # of the next tile come before it. For that it wants to find the sums among what the
+            # loop carries: there they are, and the branch makes them zeros again. Masking has a
+            # branch of its own: of products that follow from one another each group of warps
+            # computes all, and these two groups share.
+            if P > 0:
+                rope = _load_rope(kv, slot, P, W, BLOCK_P, ROPE_OFFSET, GROUP, DTYPE)
+                near = tl.dot(q_rope, tl.trans(rope), near, input_precision=PRECISION)
+            latent = _load_latent(kv, slot, 0, L, W, SPAN, GROUP, NATIVE_FP8, DTYPE)
             values += (latent,)  # type: ignore[assignment]
-            if WGMMA:
-                # Products apart, added in a way that the compiler does not undo, and a branch
-                # before the next product (below): only then do two groups of warps share these
-                # scores. Of products that follow from one another each group computes all.
-                near = score
-                score = tl.dot(queries[part], tl.trans(latent), input_precision=PRECISION)
-                score = tl.fma(near, 1.0, score)
-            else:
+            far = tl.dot(queries[0], tl.trans(latent), far, input_precision=PRECISION)  # type: ignore[misc]
+            if first < end:
+                score = tl.fma(near, 1.0, far) if P > 0 else far
+                near = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
+                far = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
+                score = limit(score, slots, first, end, holes, scale, cap, HAS_CAP)
+                weight, shrink, best, total = weigh(score, best, total, rate, WGMMA)
+                accs = _grow(accs, shrink, weight.to(DTYPE), values, PARTS, PRECISION)
+        else:
+            score = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
+            if P > 0:
+                rope = _load_rope(kv, slot, P, W, BLOCK_P, ROPE_OFFSET, GROUP, DTYPE)
+                score = tl.dot(q_rope, tl.trans(rope), score, input_precision=PRECISION)
+            for part in tl.static_range(PARTS):
+                latent = _load_latent(kv, slot, part * SPAN, L, W, SPAN, GROUP, NATIVE_FP8, DTYPE)
+                values += (latent,)  # type: ignore[assignment]
                 score = tl.dot(queries[part], tl.trans(latent), score, input_precision=PRECISION)
-        if HAS_CAP:
-            # cap * tanh(x) = cap - 2 * cap / (exp(2 * x) + 1)
-            score = cap - 2.0 * cap / (tl.exp2(score * (2.0 * LOG2E * scale / cap)) + 1.0)
-        if holes | (first + BLOCK_N > end):
-            seen = tl.load(slots + place, mask=place < end, other=-1) >= 0
-            score = tl.where(seen[None, :], score, float("-inf"))
-        new_best = tl.maximum(best, tl.max(score, axis=1) * rate)
-        # One fused multiply-add: the exponent is rounded once, after the difference.
-        weight = tl.exp2(score * rate - new_best[:, None])  # [BLOCK_H, BLOCK_N]
-        shrink = tl.exp2(best - new_best)[:, None]
-        best = new_best
-        total = _add(total, shrink, weight, WGMMA)
-        grown = ()
-        for part in tl.static_range(PARTS):
-            acc = accs[part] * shrink
-            acc = tl.dot(weight.to(DTYPE), values[part], acc, input_precision=PRECISION)
-            grown += (acc,)  # type: ignore[assignment]
-        accs = grown
+            score = limit(score, slots, first, end, holes, scale, cap, HAS_CAP)
+            weight, shrink, best, total = weigh(score, best, total, rate, WGMMA)
+            accs = _grow(accs, shrink, weight.to(DTYPE), values, PARTS, PRECISION)
 
     total = tl.sum(total, axis=1)
     seen = total != 0.0
@@ -232,7 +219,10 @@ def _attend(
     for part in tl.static_range(PARTS):
         result = tl.where(seen[:, None], accs[part] * inverse[:, None], 0.0)
         pointers = out + place[:, None] * L + part * SPAN + dim
-        tl.store(pointers, result.to(out.dtype.element_ty), mask=in_heads & (part * SPAN + dim < L))
+        in_part = in_heads & (part * SPAN + dim < L)
+        result = result.to(out.dtype.element_ty)
+        # Results leave the second-level cache first, latents stay; shares of them are read at once.
+        tl.store(pointers, result, mask=in_part, cache_modifier="" if SPLIT else ".cs")
     tl.store(lse + place, lse2 * (1.0 if SPLIT else LN2), mask=head < H)
 
 
@@ -332,7 +322,7 @@ def sparse_mla(
         SPLIT=splits > 1, EVEN_K=slots.shape[1] % tile.tokens == 0,
         HAS_SINKS=sinks is not None, HAS_CAP=logit_cap > 0,
         NATIVE_FP8=native_fp8(device), PRECISION="ieee", DTYPE=TRITON_DTYPE[compute],
-        WGMMA=shares_scores(device, tile),
+        WGMMA=shares_scores(device, tile, v_dim, rope_dim),
         STAGES=tile.stages, num_stages=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
     if splits > 1:

@@ -57,8 +57,14 @@ def choose_span(tile: Tile, latent: int, group: int) -> int:
     return min(group or 64, even if even >= 16 else 64, _padded(latent))
 
 
-def shares_scores(device: DeviceInfo, tile: Tile) -> bool:
-    """Whether two groups of warps share a tile of scores as `wgmma` computes it."""
+def shares_scores(device: DeviceInfo, tile: Tile, latent: int, rope: int) -> bool:
+    """Whether two groups of warps share a tile of scores as `wgmma` computes it.
+
+    Needs loads of 16 bytes: only where both parts of a record come by `cp.async` does Triton wait
+    for both products.
+    """
+    if latent % 8 or rope % 8 or not tile.whole:
+        return False
     return device.arch == 90 and tile.heads >= 64 and tile.warps == 8
 
 
