@@ -1,4 +1,4 @@
-"""Tiles of 512 keys give a prompt's scores the bits that every other kernel gives them."""
+"""Tiles of 384 keys give a prompt's scores the bits that every other kernel gives them."""
 
 from __future__ import annotations
 

@@ -1,18 +1,21 @@
 """The lightning indexer's scores of long contexts on sm90, in Gluon: prefill.
 
 The formula, arguments and results are those of `indexer_logits._score`, bit for bit. A program
-keeps 512 keys in shared memory, 256 for each of two groups of four warps, and the rows pass. One
-more warp has queries and weights copied by the copy engine, STAGES steps of 128 heads ahead. In a
-step each group makes four products and sums each over its heads, with the next ones under way:
+keeps 384 keys, 128 for each of three groups of four warps, and the rows pass. The other warps have
+queries and weights copied by the copy engine, STAGES steps of 128 heads ahead. In a step each group
+makes two products, one after the other, and sums each over its heads:
 
-    issue 0, 1 | sum 0 | issue 2 | sum 1 | issue 3 | sum 2 | sum 3
+    issue 0, wait | sum 0 | issue 1, wait | sum 1
 
-Weights are read once for four products, and a step's queries serve 512 keys: shared memory, which
-the products read too, and the second-level cache have the less to do. Short contexts have too few
-tiles of 512 keys.
+Nothing overlaps within a group: while one waits for the matrix unit, the sums of the other two keep
+the rest of the machine busy, three warps to a scheduler. e4m3 keys stay in registers, the left
+operand of every product; 16-bit ones, twice as large, in shared memory. Short contexts have too few
+tiles of 384 keys.
 """
 
 from __future__ import annotations
+
+from functools import lru_cache
 
 import torch
 import triton.language as tl
@@ -31,10 +34,10 @@ from topkapi.kernels.triton.zero_unseen import zero_unseen
 
 # Heads of a step, its rows' heads one after the other: columns of a product.
 COLUMNS = tl.constexpr(128)
-# Keys of a product, how many products a group makes of them, and keys of a program.
+# Keys of a product, groups of warps, and keys of a program: two products a group.
 BLOCK = tl.constexpr(64)
-BLOCKS = tl.constexpr(4)
-KEYS = tl.constexpr(512)
+GROUPS = tl.constexpr(3)
+KEYS = tl.constexpr(384)
 # Two lanes hold two values of two sums each: each lane keeps one sum, and gives the other away.
 EXCHANGE = """{
     .reg .pred high;
@@ -170,22 +173,34 @@ def _sum_heads(product, weight, lane, GROUP: gl.constexpr, HEADS: gl.constexpr):
 
 
 @gluon.jit
+def _store(product, weight, lane, scale, position, length, line, there, width,
+           GROUP: gl.constexpr, HEADS: gl.constexpr):  # fmt: skip
+    """Store what the products of BLOCK keys give, where it belongs."""
+    logit = _sum_heads(product, weight, lane, GROUP, HEADS) * scale[:, None]
+    logit = gl.where(position[:, None] < length[None, :], logit, float("-inf"))
+    mask = there[None, :] & (position < width)[:, None]
+    gl.store(line[None, :] + position[:, None], logit, mask=mask)
+
+
+@gluon.jit
 def _compute(
     index_cache, lengths, request_of_row, cu_seqlens_q, table, table_rows, starts, out,
     first_row, width, out_stride, table_stride, begin, row, last,
     keys, queries, head_weights, full, empty,
     HEADS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, PAGED: gl.constexpr,
-    PAGE_SIZE: gl.constexpr, PAGE_BYTES: gl.constexpr, SIDE: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, PAGE_BYTES: gl.constexpr, HELD: gl.constexpr, SIDE: gl.constexpr,
 ):  # fmt: skip
-    """Every step with the keys of one side: positions from `begin + 256 * SIDE` on."""
+    """Every step with the keys of one group: positions from `begin + 128 * SIDE` on."""
     D: gl.constexpr = queries.shape[2]
     DTYPE: gl.constexpr = queries.dtype
     BITS: gl.constexpr = DTYPE.primitive_bitwidth
     PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 256 // BITS])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 32 // BITS)
     TILE: gl.constexpr = gl.BlockedLayout([1, 16], [32 // (D // 16), D // 16], [4, 1], [1, 0])
     LOGIT: gl.constexpr = _logit_layout(GROUP)
-    begin += SIDE * BLOCKS * BLOCK
-    place = begin + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, LOGIT))
+    begin += SIDE * 2 * BLOCK
+    place0 = begin + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, LOGIT))
+    place1 = place0 + BLOCK
     group_row = gl.arange(0, GROUP, layout=gl.SliceLayout(0, LOGIT))
     lane = _own_lane(begin)
     zero = gl.full([BLOCK, COLUMNS], 0.0, gl.float32, layout=PRODUCT)
@@ -200,60 +215,48 @@ def _compute(
             page_row = table + gl.load(table_rows + request).to(gl.int64) * table_stride
         else:
             origin = gl.load(starts + request).to(gl.int32)
-        gl.thread_barrier()  # the products of the request before have been made
-        for block in gl.static_range(BLOCKS):
-            key = _keys(index_cache, page_row, origin, begin + block * BLOCK, own, PAGED,
-                        PAGE_SIZE, PAGE_BYTES, D, DTYPE, TILE)  # fmt: skip
-            keys.index(SIDE * BLOCKS + block).store(key)
-        fence_async_shared()
-        gl.thread_barrier()
-        scale0 = _scales(index_cache, page_row, origin, place, own, PAGED, PAGE_SIZE, PAGE_BYTES,
+        if HELD:
+            key0 = _keys(index_cache, page_row, origin, begin, own, PAGED, PAGE_SIZE, PAGE_BYTES,
+                         D, DTYPE, OPERAND)  # fmt: skip
+            key1 = _keys(index_cache, page_row, origin, begin + BLOCK, own, PAGED, PAGE_SIZE,
+                         PAGE_BYTES, D, DTYPE, OPERAND)  # fmt: skip
+        else:
+            gl.thread_barrier()  # the products of the request before have been made
+            for block in gl.static_range(2):
+                key = _keys(index_cache, page_row, origin, begin + block * BLOCK, own, PAGED,
+                            PAGE_SIZE, PAGE_BYTES, D, DTYPE, TILE)  # fmt: skip
+                keys.index(2 * SIDE + block).store(key)
+            fence_async_shared()
+            gl.thread_barrier()
+        scale0 = _scales(index_cache, page_row, origin, place0, own, PAGED, PAGE_SIZE, PAGE_BYTES,
                          D)  # fmt: skip
-        scale1 = _scales(index_cache, page_row, origin, place + BLOCK, own, PAGED, PAGE_SIZE,
-                         PAGE_BYTES, D)  # fmt: skip
-        scale2 = _scales(index_cache, page_row, origin, place + 2 * BLOCK, own, PAGED, PAGE_SIZE,
-                         PAGE_BYTES, D)  # fmt: skip
-        scale3 = _scales(index_cache, page_row, origin, place + 3 * BLOCK, own, PAGED, PAGE_SIZE,
-                         PAGE_BYTES, D)  # fmt: skip
+        scale1 = _scales(index_cache, page_row, origin, place1, own, PAGED, PAGE_SIZE, PAGE_BYTES,
+                         D)  # fmt: skip
         for first in range(row, stop, GROUP):
             stage = step % STAGES
-            mine = SIDE * BLOCKS + zero_unseen(step)
             to = first + group_row
             length = gl.load(lengths + to, mask=to < stop, other=0)
             line = out + (to - first_row).to(gl.int64) * out_stride
-            target = line[None, :] + place[:, None]
             mbarrier.wait(full.index(stage), (step // STAGES) & 1)
             query = queries.index(stage).permute((1, 0))
-            now = warpgroup_mma(keys.index(mine), query, zero, use_acc=False, is_async=True)
-            then = warpgroup_mma(keys.index(mine + 1), query, zero, use_acc=False, is_async=True)
+            if HELD:
+                left0 = key0
+                left1 = key1
+            else:
+                mine = 2 * SIDE + zero_unseen(step)
+                left0 = keys.index(mine)
+                left1 = keys.index(mine + 1)
+            product = warpgroup_mma(left0, query, zero, use_acc=False, is_async=True)
             weight = head_weights.index(stage).load(gl.SliceLayout(0, PRODUCT))
-            for block in gl.static_range(BLOCKS):
-                product = warpgroup_mma_wait(1 if block < BLOCKS - 1 else 0, deps=[now])
-                if block == 0:
-                    scale = scale0
-                elif block == 1:
-                    scale = scale1
-                elif block == 2:
-                    scale = scale2
-                else:
-                    scale = scale3
-                logit = _sum_heads(product, weight, lane, GROUP, HEADS) * scale[:, None]
-                position = place + block * BLOCK
-                logit = gl.where(position[:, None] < length[None, :], logit, float("-inf"))
-                mask = (to < stop)[None, :] & (position < width)[:, None]
-                gl.store(target + block * BLOCK, logit, mask=mask)
-                if block < BLOCKS - 1:
-                    # The store stays before this barrier, the next wait behind it: else the
-                    # assembler waits for both products before it sums the first.
-                    gl.thread_barrier()
-                if block == 0 and step > 0:
-                    # All four warps are through with the step before: its buffer is free.
-                    mbarrier.arrive(empty.index((step - 1) % STAGES), count=1)
-                now = then
-                if block + 2 < BLOCKS:
-                    then = warpgroup_mma(
-                        keys.index(mine + block + 2), query, zero, use_acc=False, is_async=True
-                    )
+            product = warpgroup_mma_wait(0, deps=[product])
+            _store(product, weight, lane, scale0, place0, length, line, to < stop, width, GROUP,
+                   HEADS)  # fmt: skip
+            product = warpgroup_mma(left1, query, zero, use_acc=False, is_async=True)
+            product = warpgroup_mma_wait(0, deps=[product])
+            gl.thread_barrier()  # all four warps are through with this step's buffer
+            mbarrier.arrive(empty.index(stage), count=1)
+            _store(product, weight, lane, scale1, place1, length, line, to < stop, width, GROUP,
+                   HEADS)  # fmt: skip
             step += 1
         row = stop
 
@@ -268,47 +271,68 @@ def _score_long(
 ):  # fmt: skip
     """`q` and `weights` are what `described` makes of them."""
     FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    HELD: gl.constexpr = q.dtype.primitive_bitwidth == 8
     program = gl.program_id(0)
     begin = (program % num_tiles) * KEYS
     row = first_row + (program // num_tiles) * block_rows
     last = gl.minimum(row + block_rows, num_rows)
     if begin >= gl.minimum(_longest(lengths, row, last), width):
         if FILL:
-            position = begin + gl.arange(0, KEYS, layout=FLAT)
-            nothing = gl.full([KEYS], float("-inf"), gl.float32, layout=FLAT)
+            nothing = gl.full([128], float("-inf"), gl.float32, layout=FLAT)
             for filled in range(row, last):
                 line = out + (filled - first_row).to(gl.int64) * out_stride
-                gl.store(line + position, nothing, mask=position < width)
+                for part in gl.static_range(KEYS // 128):
+                    position = begin + part * 128 + gl.arange(0, 128, layout=FLAT)
+                    gl.store(line + position, nothing, mask=position < width)
         row = last
 
     queries = gl.allocate_shared_memory(q.dtype, [STAGES, COLUMNS, D], q.layout)
     head_weights = gl.allocate_shared_memory(gl.float32, [STAGES, COLUMNS], weights.layout)
-    keys = gl.allocate_shared_memory(q.dtype, [KEYS // BLOCK, BLOCK, D], q.layout)
+    keys = queries
+    if not HELD:
+        keys = gl.allocate_shared_memory(q.dtype, [KEYS // BLOCK, BLOCK, D], q.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
+        mbarrier.init(empty.index(stage), count=GROUPS)
     gl.warp_specialize(
         [
-            (_compute, (index_cache, lengths, request_of_row, cu_seqlens_q, table, table_rows,
-                        starts, out, first_row, width, out_stride, table_stride, begin, row, last,
-                        keys, queries, head_weights, full, empty, HEADS, GROUP, STAGES, PAGED,
-                        PAGE_SIZE, PAGE_BYTES, 0)),
-            (_compute, (index_cache, lengths, request_of_row, cu_seqlens_q, table, table_rows,
-                        starts, out, first_row, width, out_stride, table_stride, begin, row, last,
-                        keys, queries, head_weights, full, empty, HEADS, GROUP, STAGES, PAGED,
-                        PAGE_SIZE, PAGE_BYTES, 1)),
             (_fetch, (q, weights, request_of_row, cu_seqlens_q, row, last, queries, head_weights,
                       full, empty, HEADS, GROUP, STAGES)),
+            (_compute, (index_cache, lengths, request_of_row, cu_seqlens_q, table, table_rows,
+                        starts, out, first_row, width, out_stride, table_stride, begin, row, last,
+                        keys, queries, head_weights, full, empty, HEADS, GROUP, STAGES, PAGED,
+                        PAGE_SIZE, PAGE_BYTES, HELD, 0)),
+            (_compute, (index_cache, lengths, request_of_row, cu_seqlens_q, table, table_rows,
+                        starts, out, first_row, width, out_stride, table_stride, begin, row, last,
+                        keys, queries, head_weights, full, empty, HEADS, GROUP, STAGES, PAGED,
+                        PAGE_SIZE, PAGE_BYTES, HELD, 1)),
+            (_compute, (index_cache, lengths, request_of_row, cu_seqlens_q, table, table_rows,
+                        starts, out, first_row, width, out_stride, table_stride, begin, row, last,
+                        keys, queries, head_weights, full, empty, HEADS, GROUP, STAGES, PAGED,
+                        PAGE_SIZE, PAGE_BYTES, HELD, 2)),
         ],
-        [4, 1], [240, 24],
+        [4, 4, 4], [160, 160, 160],
     )  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def rows_of(num_sms: int, tiles: int, rows: int) -> int:
+    """How many rows a program takes, so that programs end together and read keys seldom."""
+    least, best = None, rows
+    for groups in range(max(1, -(-rows // 512)), max(1, rows // 96) + 1):
+        each = -(-rows // (4 * groups)) * 4
+        # What a program does before its first row takes about as long as eight rows.
+        time = -(-tiles * -(-rows // each) // num_sms) * (each + 8)
+        if least is None or time < least:
+            least, best = time, each
+    return best
 
 
 def stages_of(itemsize: int) -> int:
     """How many steps of queries fit beside the keys."""
-    return 4 if itemsize == 1 else 2
+    return 4 if itemsize == 1 else 3
 
 
 def described(q: torch.Tensor, weights: torch.Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
