@@ -117,7 +117,9 @@ def test_records(case: RecordCase) -> None:
     case.compare("gathered", got, want_rows)
 
 
-@pytest.mark.parametrize(("rows", "width"), [(3, 2**20), (65, 131072), (700, 40000)])
+@pytest.mark.parametrize(
+    ("rows", "width"), [(3, 2**20), (1, 65536), (8, 131072), (65, 131072), (700, 40000)]
+)
 @pytest.mark.parametrize("kind", ["normal", "close", "plateau", "periodic"])
 def test_topk_of_long_rows(rows: int, width: int, kind: str) -> None:
     """Exact, wherever the sample misjudges: values close together, plateaus, periods."""
@@ -138,6 +140,21 @@ def test_topk_of_long_rows(rows: int, width: int, kind: str) -> None:
     want = torch.where(torch.arange(2048, device=DEVICE) < lengths[:, None], want, width)
     want = want.sort(dim=1).values
     assert torch.equal(got, torch.where(want == width, -1, want))
+
+
+@pytest.mark.parametrize("values", ["normal", "integers"])
+@pytest.mark.parametrize("lengths", [(40000,), (65536, 900, 33000, 2048), (50001,) * 7])
+def test_select_of_a_few_long_contexts(lengths: tuple[int, ...], values: Any) -> None:
+    """Three launches that overlap: none reads what the one before it has yet to write."""
+    case = SelectCase("few", (1,) * len(lengths), lengths, heads=64, cache=torch.uint8, k=2048,
+                      values=values, padded_rows=1)  # fmt: skip
+    inputs = case.make(DEVICE, torch.float8_e4m3fn)
+    k = inputs.pop("k")
+    context = inputs["context"]
+    logits = ops.indexer_logits(**inputs, kernel="triton")
+    want = context.slots(ops.topk(logits, context.lengths, k, kernel="torch"))
+    for _ in range(10):
+        assert torch.equal(ops.select(**inputs, k=k, kernel="triton"), want)
 
 
 def test_addresses_past_two_gigabytes() -> None:

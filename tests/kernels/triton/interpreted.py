@@ -232,6 +232,7 @@ def test_step_metadata(
 PLANS = {
     "one program a row": topk.Plan(1024, 4096, 512, 8, 1024, 8, 1, 3, 0),
     "three programs a row": topk.Plan(1024, 1024, 512, 4, 1024, 8, 3, 12, 0),
+    "four stretches held": topk.Plan(1024, 1024, 512, 8, 512, 4, 4, 16, 0, True, 4),
 }
 LONG = 9000
 

@@ -71,10 +71,11 @@ class Recorder:
         def launch(*args: Any, num_warps: int = 4, num_stages: int = 3, **kwargs: Any) -> None:
             given = dict(zip(self.kernel.arg_names, args, strict=False))
             constants = {param.name for param in self.kernel.params if param.is_constexpr}
-            for name in kwargs.keys() - constants - {"maxnreg"}:
+            for name in kwargs.keys() - constants - {"maxnreg", "launch_pdl"}:
                 given[name] = kwargs.pop(name)
             types = {name: _type(value) for name, value in given.items()}
             options = {"num_warps": num_warps, "num_stages": num_stages}
+            kwargs.pop("launch_pdl", None)
             if "maxnreg" in kwargs:
                 options["maxnreg"] = kwargs.pop("maxnreg")
             self.launches.append(Launch(types, kwargs, options))
@@ -187,6 +188,8 @@ CALLS = {
     "select decode fp8": selection(64, 64, 32, 128, FP8),
     "select prefill fp8 queries": selection(4096, 1, 64, 128, FP8, E4M3),
     "select decode fp8 queries": selection(64, 64, 32, 128, FP8, E4M3),
+    "select one row": selection(1, 1, 64, 128, FP8, E4M3),
+    "select eight rows": selection(8, 8, 64, 128, FP8),
     "select fp32 dim 32": selection(256, 2, 5, 32, torch.float32, torch.float32),
     "records": write_and_gather,
     "step metadata": one_step,
@@ -201,6 +204,8 @@ KERNELS = (
     (topk, "_select_rows"),
     (topk, "_collect_rows"),
     (topk, "_choose_rows"),
+    (topk, "_collect_few"),
+    (topk, "_choose_few"),
     (records, "_write_latent"),
     (records, "_write_index_key"),
     (records, "_gather_latent"),

@@ -142,6 +142,26 @@ def _give(out, place, position, keep, row, request_of_row, table, table_rows, co
 
 
 @triton.jit
+def _first_of_equal(logit, index, inside, low, count, over, k, HELD: tl.constexpr):
+    """Which logits are the k highest, where `count` reach the key `low`, and `over` of them more.
+
+    `inside` tells real logits from padding, which is NaN too.
+    """
+    least = _logit(low)
+    keep = logit >= least
+    if count > k:
+        # Among equal logits the lowest index is the highest of these.
+        equal = ((logit == least) | ((logit != logit) & (low <= LOWEST))) & inside
+        backwards = tl.where(equal, (HELD - index).to(tl.float32), float("nan"))
+        none = tl.full([], LOWEST, tl.uint32)
+        last = _key(tl.full([], 1.0, tl.float32))
+        most = _key(tl.full([], HELD + 1, tl.float32))
+        last, _, _ = _reach(backwards, none, most, last, HELD, k - over, k - over)
+        keep = (logit > least) | (backwards >= _logit(last))
+    return keep
+
+
+@triton.jit
 def _highest(logit, index, size, floor, k, HELD: tl.constexpr):
     """Which of `size` logits are the k highest, the first of equal ones. NaN stands outside.
 
@@ -150,18 +170,7 @@ def _highest(logit, index, size, floor, k, HELD: tl.constexpr):
     first = _key(tl.min(tl.min(logit, axis=1), axis=0))
     high = _key(tl.max(tl.max(logit, axis=1), axis=0)) + 1
     low, count, over = _reach(logit, tl.maximum(floor, LOWEST), high, first, size, k, k)
-    least = _logit(low)
-    keep = logit >= least
-    if count > k:
-        # Among equal logits the lowest index is the highest of these.
-        equal = ((logit == least) | ((logit != logit) & (low <= LOWEST))) & (index < size)
-        backwards = tl.where(equal, (HELD - index).to(tl.float32), float("nan"))
-        none = tl.full([], LOWEST, tl.uint32)
-        last = _key(tl.full([], 1.0, tl.float32))
-        most = _key(tl.full([], HELD + 1, tl.float32))
-        last, _, _ = _reach(backwards, none, most, last, HELD, k - over, k - over)
-        keep = (logit > least) | (backwards >= _logit(last))
-    return keep
+    return _first_of_equal(logit, index, index < size, low, count, over, k, HELD)
 
 
 @triton.jit

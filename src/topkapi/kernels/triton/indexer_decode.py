@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from topkapi.kernels.triton.index_keys import load_keys
 
@@ -23,6 +24,7 @@ def _score_stream(
     BLOCK_S: tl.constexpr, GROUP: tl.constexpr, PAGED: tl.constexpr, FP8: tl.constexpr,
     PAGE_SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr, NATIVE_FP8: tl.constexpr,
     FILL: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr, STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     begin = (program % num_spans) * span
@@ -31,28 +33,30 @@ def _score_stream(
     column = tl.arange(0, GROUP * BLOCK_HEADS)
     head = column % BLOCK_HEADS
     dim = tl.arange(0, BLOCK_D)
+    of = row + column // BLOCK_HEADS
+    there = (of < last) & (head < HEADS)
+    place = of.to(tl.int64) * HEADS + head
+    query = tl.load(
+        q + place[:, None] * D + dim[None, :],
+        mask=there[:, None] & (dim < D)[None, :],
+        other=0.0,
+    ).to(DTYPE)  # [GROUP * BLOCK_HEADS, BLOCK_D]
+    weight = tl.load(weights + place, mask=there, other=0.0)
+    to = row + tl.arange(0, GROUP)
+    lengths_of_all = tl.load(lengths + to, mask=to < last, other=0)  # [GROUP]
+    line = out + (to - first_row).to(tl.int64) * out_stride
     while row < last:
         request = tl.load(request_of_row + row)
         stop = tl.minimum(tl.load(cu_seqlens_q + request + 1).to(tl.int32), last)
         stop = tl.where(stop > row, stop, last)  # padding rows, up to the end
-        to = row + tl.arange(0, GROUP)
-        length = tl.load(lengths + to, mask=to < stop, other=0)  # [GROUP]
+        own = (to >= row) & (to < stop)
+        length = tl.where(own, lengths_of_all, 0)
         longest = tl.minimum(tl.max(length, axis=0), width)
         end = tl.minimum(begin + span, width if FILL else longest)
-        of = row + column // BLOCK_HEADS
-        there = (of < stop) & (head < HEADS)
-        place = of.to(tl.int64) * HEADS + head
-        query = tl.load(
-            q + place[:, None] * D + dim[None, :],
-            mask=there[:, None] & (dim < D)[None, :],
-            other=0.0,
-        ).to(DTYPE)  # [GROUP * BLOCK_HEADS, BLOCK_D]
-        weight = tl.load(weights + place, mask=there, other=0.0)
         if PAGED:
             page_row = table + tl.load(table_rows + request).to(tl.int64) * table_stride
         else:
             origin = tl.load(starts + request).to(tl.int32)
-        line = out + (to - first_row).to(tl.int64) * out_stride
         ahead = begin + tl.arange(0, BLOCK_S)
         if PAGED:
             # A slot is looked up a tile before its key: the pipeline overlaps one step, not two.
@@ -63,7 +67,7 @@ def _score_stream(
             if PAGED:
                 slot = coming
                 ahead = position + BLOCK_S
-                coming = tl.load(page_row + ahead, mask=ahead < longest, other=0)
+                coming = tl.load(page_row + ahead, mask=ahead < tl.minimum(longest, end), other=0)
             else:
                 slot = origin + position
             key, scale = load_keys(
@@ -80,6 +84,8 @@ def _score_stream(
             tl.store(
                 line[None, :] + position[:, None],
                 logit,
-                mask=(to < stop)[None, :] & (position < width)[:, None],
+                mask=own[None, :] & (position < width)[:, None],
             )
         row = stop
+    if EARLY:
+        gdc_launch_dependents()  # the selection may begin where this program was

@@ -32,6 +32,7 @@ from topkapi.kernels.triton.indexer_logits_long import (
 from topkapi.kernels.triton.indexer_logits_sm90 import _score_sm90
 from topkapi.kernels.triton.target import (
     float32_precision,
+    launches_early,
     native_fp8,
     refuse_device,
     target_of,
@@ -283,9 +284,12 @@ def launch_scores(
             WARPS=tile.warps,
         )
     elif tile.stream:
-        spans = max(1, min(num_tiles, 4 * device.num_sms // groups))
+        # So many of 256 positions are on a multiprocessor at a time: all programs run at once.
+        resident = 2 if tile.positions == 256 else 4
+        spans = max(1, min(num_tiles, resident * device.num_sms // groups))
         span = triton.cdiv(num_tiles, spans) * tile.positions
-        _score_stream[(groups * spans,)](*arguments, spans, span, **sizes)
+        early = launches_early(device)
+        _score_stream[(groups * spans,)](*arguments, spans, span, **sizes, EARLY=early)
     else:
         _score[(groups * num_tiles,)](*arguments, num_tiles, **sizes, BLOCK_R=tile.rows)
 

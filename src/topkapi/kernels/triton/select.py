@@ -89,6 +89,7 @@ def select(
             out[part],
             slots_of=context if output == "slots" else None,
             first_row=first,
+            follows=scored,
         )
     return out
 

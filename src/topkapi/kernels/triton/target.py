@@ -41,6 +41,11 @@ def native_fp8(device: DeviceInfo) -> bool:
     return device.multiplies_fp8
 
 
+def launches_early(device: DeviceInfo) -> bool:
+    """Whether a kernel can be launched before the one it waits for has ended."""
+    return device.backend == "cuda" and int(device.arch) >= 90
+
+
 def float32_precision(device: DeviceInfo) -> str:
     """How a dot of fp32 operands is computed so that it keeps fp32's digits."""
     return "tf32x3" if device.backend == "cuda" else "ieee"

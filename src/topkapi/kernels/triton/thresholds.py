@@ -82,19 +82,65 @@ def _reach(logit, low, high, first, size, k, most):
 
 
 @triton.jit
-def _floor_of_sample(line, length, k, SAMPLE: tl.constexpr, RUN: tl.constexpr):
-    """A key that about k + slack of a long row's keys exceed, from a sample of them.
+def _reach_two(logit, low, high, count, k, most):
+    """As `_reach`, where waiting, not work, is what a trial costs: two thresholds at a time.
 
-    A sample is RUN neighbours in each of SAMPLE / RUN equal stretches, at offsets that follow no
-    period: a run costs the memory no more than one of its members would.
+    `count` logits reach `low`. Two counts ride in one sum: there are fewer than 2^15 logits.
+    """
+    over = 0
+    step = 0
+    idle = 0
+    while (high - low > 1) & (count > most):
+        if (idle > 0) & (low > LOWEST):
+            low = _key(tl.min(tl.where(logit >= _logit(low), logit, float("inf"))))
+            below = tl.where(logit >= _logit(high), float("-inf"), logit)
+            high = _key(tl.max(below)) + 1
+        between = (count - over).to(tl.float32)
+        wide = (high - low).to(tl.float32)
+        # On both sides of where k would lie on a line, as far as equal chances scatter it.
+        margin = tl.where(step == 0, 0.05 * between, 0.3 * tl.sqrt(between))
+        want = (count - k).to(tl.float32)
+        scale = wide / between
+        one = tl.where(step < LINEAR, tl.maximum((want - margin) * scale, 0.0), 0.333 * wide)
+        two = tl.where(step < LINEAR, tl.minimum((want + margin) * scale, wide), 0.667 * wide)
+        lower = low + one.to(tl.uint32)
+        lower = tl.maximum(tl.minimum(tl.maximum(lower, low + 1), high - 1), low)
+        upper = low + two.to(tl.uint32)
+        upper = tl.maximum(tl.minimum(tl.maximum(upper, lower), high - 1), low)
+        reached = (logit >= _logit(lower)).to(tl.int32)
+        both = tl.sum(reached + ((logit >= _logit(upper)).to(tl.int32) << 16))
+        by_lower = both & 0xFFFF
+        by_upper = both >> 16
+        before = count - over
+        enough = by_lower >= k
+        ample = by_upper >= k
+        low = tl.where(ample, upper, tl.where(enough, lower, low))
+        count = tl.where(ample, by_upper, tl.where(enough, by_lower, count))
+        high = tl.where(ample, high, tl.where(enough, upper, lower))
+        over = tl.where(ample, over, tl.where(enough, by_upper, by_lower))
+        idle = (count - over == before).to(tl.int32)
+        step += 1
+    return low, count, over
+
+
+@triton.jit
+def _spread(length, SAMPLE: tl.constexpr, RUN: tl.constexpr):
+    """Columns of a sample: RUN neighbours in each of SAMPLE / RUN equal stretches of a row.
+
+    Their offsets follow no period; a run costs the memory no more than one of its members would.
     """
     draw = tl.arange(0, SAMPLE)
     runs: tl.constexpr = SAMPLE // RUN
     units = length // RUN
     run = draw // RUN
     jitter = ((run * 40503 + 30011) & 0xFFFF) * (units // runs) >> 16
-    place = ((run.to(tl.int64) * units // runs).to(tl.int32) + jitter) * RUN + draw % RUN
-    logit = tl.load(line + place)
+    return ((run.to(tl.int64) * units // runs).to(tl.int32) + jitter) * RUN + draw % RUN
+
+
+@triton.jit
+def _floor_of_sample(line, length, k, SAMPLE: tl.constexpr, RUN: tl.constexpr):
+    """A key that about k + slack of a long row's keys exceed, from a sample of them."""
+    logit = tl.load(line + _spread(length, SAMPLE, RUN))
     share = k.to(tl.float32) * SAMPLE / length.to(tl.float32)
     need = tl.minimum((share + 5.0 * tl.sqrt(share) + 4.0).to(tl.int32), SAMPLE)
     low = tl.full([], LOWEST, tl.uint32)

@@ -13,7 +13,8 @@ The sample only decides how much is collected. When it misjudged (fewer than k, 
 registers hold) the k-th highest is searched for in memory instead, in the list if that is complete,
 or else in the row: the result is the same, exact and deterministic. Rows short enough to be held
 are never sampled; no row is ever sorted. Where rows are few and long, several programs collect one
-row (`_collect_rows`), and another chooses (`_choose_rows`).
+row (`_collect_rows`), and another chooses (`_choose_rows`); where they are fewer still, those of
+`topk_few` do.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ from topkapi.kernels.triton.candidates import (
     _quads,
     _ranks,
 )
-from topkapi.kernels.triton.target import refuse_device, target_of
+from topkapi.kernels.triton.target import launches_early, refuse_device, target_of
 from topkapi.kernels.triton.thresholds import LOWEST, _floor_of_sample
+from topkapi.kernels.triton.topk_few import _choose_few, _collect_few
 
 WORKSPACE_BYTES = 64 * 2**20
 
@@ -182,7 +184,8 @@ class Plan:
     `held`: logits a program holds in registers; `limit`: candidates it may list; `sample` and `run`
     of `_floor_of_sample`; `block`: columns compared at a time; `splits`: programs a row, where more
     than one; `programs`: programs in all, where one takes rows after rows; `registers`: the most a
-    thread may use, 0 for the compiler's choice.
+    thread may use, 0 for the compiler's choice; `few` takes the kernels of `topk_few`, and
+    `choosing` warps for the second of them.
     """
 
     held: int
@@ -194,6 +197,8 @@ class Plan:
     splits: int
     programs: int
     registers: int
+    few: bool = False
+    choosing: int = 0
 
 
 def choose_plan(device: DeviceInfo, rows: int, width: int, k: int) -> Plan:
@@ -204,6 +209,12 @@ def choose_plan(device: DeviceInfo, rows: int, width: int, k: int) -> Plan:
     if width <= max(held, 8192):
         held = max(held, int(triton.next_power_of_2(width)))
         return Plan(held, held, sample, 8, 8192, 8 if held <= 8192 else 16, 1, rows, 64)
+    few = next((n for n in (32, 16) if n * rows <= sms), 0)
+    if few and 2 * k <= 8192 and 32768 < width <= 262144:
+        sample = 2048 if few == 32 and k <= 2048 else sample
+        return Plan(
+            8192, 8192, sample, 8, 65536 // few, 8, few, rows * few, 0, True, 8 * (few // 16)
+        )
     splits = min(max(min(8, width // 8192), min(32, width // 32768)), 2 * sms // max(rows, 1))
     if splits > 1 and 2 * k <= 8192:
         held = max(held, 8192)
@@ -253,12 +264,14 @@ def launch_topk(
     starts: torch.Tensor | None = None,
     slots_of: Context | None = None,
     first_row: int = 0,
+    follows: bool = False,
     plan: Plan | None = None,
 ) -> None:
     """Select `k` of each row of `logits [rows, >= S]` into `out [rows, k]` int32.
 
     With `slots_of`, rows are `first_row + i` of that context and slots are written, not positions.
-    Never synchronises.
+    `follows`: what wrote `logits` is the launch before this one, and wrote nothing else that is
+    read here. Never synchronises.
     """
     rows, width = logits.shape
     device = target_of(logits)
@@ -282,6 +295,22 @@ def launch_topk(
     if plan.splits > 1:
         counts = scratch(rows * plan.splits, torch.int32)
         floors = scratch(rows, torch.uint32)
+    if plan.few:
+        early = launches_early(device)
+        ways = {"EARLY": early, "PTX": device.backend == "cuda", "HELD": plan.held}
+        ahead = {"launch_pdl": True} if early else {}
+        _collect_few[(plan.programs,)](
+            logits, lengths, row_starts, values, positions, counts, floors, stride, k, plan.splits,
+            **sampling, **shape, **ways, **(ahead if follows else {}),
+        )  # fmt: skip
+        _choose_few[(rows,)](
+            logits, lengths, row_starts, values, positions, counts, floors, out,
+            row_stride=stride, k=k, splits=plan.splits, **mapping,
+            **(shape | {"num_warps": plan.choosing}), **ways, **ahead,
+            MOST_SPLITS=triton.next_power_of_2(plan.splits),
+        )  # fmt: skip
+        return
+    if plan.splits > 1:
         _collect_rows[(rows * plan.splits,)](
             logits, lengths, row_starts, words, values, positions, counts, floors,
             stride, k, plan.splits, **sampling, **shape, HELD=plan.held,
@@ -306,7 +335,7 @@ def topk(
 ) -> torch.Tensor:
     """See `reference.topk`. Never synchronises; safe inside capture.
 
-    Temporaries: at most `WORKSPACE_BYTES`, or what one row needs (at most 1 MB).
+    Temporaries: at most `WORKSPACE_BYTES`, or what one row needs (at most 2 MB).
     """
     out = torch.empty(logits.shape[0], k, dtype=torch.int32, device=logits.device)
     if logits.shape[0] == 0:
