@@ -63,3 +63,25 @@ def test_compiles_fits_and_overlaps(
     products, waits = (len(re.findall(word, code)) for word in ("HGMMA", r"WARPGROUP\.DEPBAR"))
     assert products > 8 * waits, f"{products} products, {waits} waits"
     assert "UNPACK_B" in code or cache == BF16
+
+
+def test_partial_results_are_on_their_way_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The merge of split rows waits for memory once: none of its loads waits for another's."""
+    recorder = Recorder(sparse_mla.portable._combine)
+    monkeypatch.setattr(sparse_mla.portable, "_combine", recorder)
+    for splits in (4, 16):
+        shape = (splits, 32, 16)
+        sparse_mla.portable.combine(
+            meta(*shape, 512, dtype=torch.float32), meta(*shape, dtype=torch.float32), None,
+            meta(32, 16, 512, dtype=BF16), meta(32, 16, dtype=torch.float32), early=True,
+        )  # fmt: skip
+    assert len(recorder.launches) == 2
+    for launch in recorder.launches:
+        compiled = compile_for(
+            90, recorder.kernel, launch.types, launch.constants, **launch.options
+        )
+        code = machine_code(compiled.asm["cubin"], tmp_path / "kernel.cubin")
+        assert 0 < code.index("ACQBULK") < code.index("LDG.E") < code.rindex("LDG.E")
+        assert code.rindex("LDG.E") < code.index("MUFU.EX2")

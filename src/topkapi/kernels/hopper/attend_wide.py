@@ -7,9 +7,9 @@ the first half of the output's dims, the right one those of the odd tiles and th
     left      |  scores e | softmax e | output e | ....... | output o |
     right     |  scores o ....        | output e, softmax o | output o |
 
-so that one's softmax lies beside the other's products. Weights lie where the tile's rope was; each
-side's maximum goes through shared memory. The formula, arguments and results are those of
-`triton.sparse_mla`.
+so that one's softmax lies beside the other's products. Weights lie where the tile's rope was;
+maxima and whether one moved go through shared memory. The formula, arguments and results are those
+of `triton.sparse_mla`.
 """
 
 from __future__ import annotations
@@ -28,12 +28,16 @@ from topkapi.kernels.hopper.gather import (
     LATENT_DIM,
     ROPE_DIM,
     copy,
-    places,
+    tell_count,
+    told_count,
 )
 from topkapi.kernels.hopper.softmax import (
     HALF_DIM,
     LOWEST,
     exponents,
+    moved,
+    raised,
+    rescale,
     start_query,
     store_half,
     wait_for_query,
@@ -42,7 +46,7 @@ from topkapi.kernels.triton.zero_unseen import zero_unseen
 
 
 @gluon.jit
-def _scores(q_latent, q_rope, latents, ropes, tokens, first, stage, scale, cap,
+def _scores(q_latent, q_rope, latents, ropes, shifts, first, stage, scale, cap,
             SCORE: gl.constexpr, HAS_CAP: gl.constexpr):  # fmt: skip
     """Exponents `[64, N]` of one tile up to a rate, and that rate."""
     score = gl.full([q_latent.shape[1], latents.shape[1]], 0.0, gl.float32, layout=SCORE)
@@ -53,22 +57,24 @@ def _scores(q_latent, q_rope, latents, ropes, tokens, first, stage, scale, cap,
     score = warpgroup_mma(q_rope.index(first), rope, score, use_acc=False, is_async=True)
     score = warpgroup_mma(q_latent.index(first), latent, score, is_async=True)
     score = warpgroup_mma_wait(0, deps=[score])
-    seen = tokens.index(stage).load(gl.SliceLayout(0, SCORE))
-    return exponents(score, seen, scale, cap, 0, HAS_CAP)
+    shift = shifts.index(stage).load(gl.SliceLayout(0, SCORE))
+    return exponents(score, shift, scale, cap, 0, HAS_CAP)
 
 
 @gluon.jit
 def _left(
-    sinks, out, lse, row, head_block, pairs, rows_stride, scale, cap, q_latent, q_rope, latents,
-    ropes, tokens, bests, sides, full, empty, ready, closed, loaded, H,
-    SPLIT: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_CAP: gl.constexpr,
+    q, slots, K, splits, sinks, out, lse, row, head_block, rows_stride, scale, cap, q_latent,
+    q_rope, latents, ropes, shifts, bests, raises, sides, count, full, empty, ready, closed,
+    loaded, known, H, SPLIT: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_CAP: gl.constexpr,
 ):  # fmt: skip
     BLOCK_H: gl.constexpr = q_latent.shape[1]
     N: gl.constexpr = latents.shape[1]
     SCORE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_DIM, 16])
     HEADS: gl.constexpr = gl.SliceLayout(1, SCORE)
-    OUT_HEADS: gl.constexpr = gl.SliceLayout(1, OUT)
+    start_query(q, row, head_block, q_latent.index(0), q_rope.index(0), H, 4)
+    tell_count(slots, K, splits, count, known, N, 2)
+    pairs = told_count(count) // 2
     wait_for_query()
     fence_async_shared()
     gl.thread_barrier()
@@ -83,56 +89,54 @@ def _left(
         mbarrier.wait(full.index(even), phase)
         fence_async_shared()
         score, rate = _scores(
-            q_latent, q_rope, latents, ropes, tokens, even, even, scale, cap, SCORE, HAS_CAP,
+            q_latent, q_rope, latents, ropes, shifts, even, even, scale, cap, SCORE, HAS_CAP,
         )  # fmt: skip
-        new_best = gl.maximum(best, gl.max(score, axis=1) * rate)
+        new_best = moved(best, gl.max(score, axis=1) * rate, raises.index(0))
         weight = gl.exp2(score * rate - new_best[:, None])
         ropes.index(even).store(weight.to(ropes.dtype))
         bests.index(0).store(new_best)
         fence_async_shared()
         gl.thread_barrier()
         mbarrier.arrive(ready.index(0), count=1)
-        shrink = gl.exp2(best - new_best)
-        sums = sums * gl.convert_layout(shrink, OUT_HEADS)[:, None]
-        sums = warpgroup_mma(
-            ropes.index(even),
-            latents.index(even).slice(0, HALF_DIM, dim=1),
-            sums,
-            is_async=True,
-        )
-        total = total * shrink + gl.sum(weight, axis=1)
+        if raised(raises.index(0)):
+            sums, total = rescale(sums, total, best, new_best, OUT)
+        best = new_best
+        values = latents.index(even).slice(0, HALF_DIM, dim=1)
+        sums = warpgroup_mma(ropes.index(even), values, sums, is_async=True)
         sums = warpgroup_mma_wait(0, deps=[sums])
         gl.thread_barrier()
         mbarrier.arrive(empty.index(0), count=1)
+        total = total + gl.sum(weight, axis=1)
 
         mbarrier.wait(ready.index(1), phase)
-        best = bests.index(1).load(HEADS)
-        shrink = gl.exp2(new_best - best)
-        total = total * shrink
-        sums = sums * gl.convert_layout(shrink, OUT_HEADS)[:, None]
-        sums = warpgroup_mma(
-            ropes.index(odd),
-            latents.index(odd).slice(0, HALF_DIM, dim=1),
-            sums,
-            is_async=True,
-        )
+        if raised(raises.index(1)):
+            new_best = bests.index(1).load(HEADS)
+            sums, total = rescale(sums, total, best, new_best, OUT)
+            best = new_best
+        values = latents.index(odd).slice(0, HALF_DIM, dim=1)
+        sums = warpgroup_mma(ropes.index(odd), values, sums, is_async=True)
         sums = warpgroup_mma_wait(0, deps=[sums])
         gl.thread_barrier()
         mbarrier.arrive(empty.index(1), count=1)
 
+    # The first two tiles are filled in any case.
+    if pairs == 0:
+        mbarrier.wait(full.index(0), 0)
     sides.index(0).store(total)
     gl.thread_barrier()
     mbarrier.arrive(closed.index(0), count=1)
     mbarrier.wait(closed.index(1), 0)
     total += sides.index(1).load(HEADS)
-    store_half(sums, total, best, sinks, out, lse, row, head_block, rows_stride, HEADS, OUT, 0, H,
-               SPLIT, HAS_SINKS)  # fmt: skip
+    store_half(
+        sums, total, best, sinks, out, lse, row, head_block, rows_stride, latents.index(0), HEADS,
+        OUT, 0, H, SPLIT, HAS_SINKS,
+    )  # fmt: skip
 
 
 @gluon.jit
 def _right(
-    sinks, out, lse, row, head_block, pairs, rows_stride, scale, cap, q_latent, q_rope, latents,
-    ropes, tokens, bests, sides, full, empty, ready, closed, loaded, H,
+    sinks, out, lse, row, head_block, rows_stride, scale, cap, q_latent, q_rope, latents, ropes,
+    shifts, bests, raises, sides, count, full, empty, ready, closed, loaded, H,
     SPLIT: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_CAP: gl.constexpr,
 ):  # fmt: skip
     BLOCK_H: gl.constexpr = q_latent.shape[1]
@@ -140,8 +144,8 @@ def _right(
     SCORE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_DIM, 16])
     HEADS: gl.constexpr = gl.SliceLayout(1, SCORE)
-    OUT_HEADS: gl.constexpr = gl.SliceLayout(1, OUT)
     mbarrier.wait(loaded, 0)
+    pairs = told_count(count) // 2
     best = gl.full([BLOCK_H], LOWEST, gl.float32, layout=HEADS)
     total = gl.full([BLOCK_H], 0.0, gl.float32, layout=HEADS)
     sums = gl.full([BLOCK_H, HALF_DIM], 0.0, gl.float32, layout=OUT)
@@ -152,41 +156,46 @@ def _right(
         mbarrier.wait(full.index(odd), phase)
         fence_async_shared()
         score, rate = _scores(
-            q_latent, q_rope, latents, ropes, tokens, even, odd, scale, cap, SCORE, HAS_CAP,
+            q_latent, q_rope, latents, ropes, shifts, even, odd, scale, cap, SCORE, HAS_CAP,
         )  # fmt: skip
         mbarrier.wait(ready.index(0), phase)
-        even_best = bests.index(0).load(HEADS)
-        shrink = gl.exp2(best - even_best)
-        sums = sums * gl.convert_layout(shrink, OUT_HEADS)[:, None]
+        if raised(raises.index(0)):
+            new_best = bests.index(0).load(HEADS)
+            sums, total = rescale(sums, total, best, new_best, OUT)
+            best = new_best
         values = latents.index(even).slice(HALF_DIM, HALF_DIM, dim=1)
         sums = warpgroup_mma(ropes.index(even), values, sums, is_async=True)
-        best = gl.maximum(even_best, gl.max(score, axis=1) * rate)
-        weight = gl.exp2(score * rate - best[:, None])
+        new_best = moved(best, gl.max(score, axis=1) * rate, raises.index(1))
+        weight = gl.exp2(score * rate - new_best[:, None])
         ropes.index(odd).store(weight.to(ropes.dtype))
-        bests.index(1).store(best)
+        bests.index(1).store(new_best)
         fence_async_shared()
         gl.thread_barrier()
         mbarrier.arrive(ready.index(1), count=1)
-        last = gl.exp2(even_best - best)
-        total = total * (shrink * last) + gl.sum(weight, axis=1)
         sums = warpgroup_mma_wait(0, deps=[sums])
         gl.thread_barrier()
         mbarrier.arrive(empty.index(0), count=1)
-
-        sums = sums * gl.convert_layout(last, OUT_HEADS)[:, None]
+        if raised(raises.index(1)):
+            sums, total = rescale(sums, total, best, new_best, OUT)
+        best = new_best
         values = latents.index(odd).slice(HALF_DIM, HALF_DIM, dim=1)
         sums = warpgroup_mma(ropes.index(odd), values, sums, is_async=True)
         sums = warpgroup_mma_wait(0, deps=[sums])
         gl.thread_barrier()
         mbarrier.arrive(empty.index(1), count=1)
+        total = total + gl.sum(weight, axis=1)
 
+    if pairs == 0:
+        mbarrier.wait(full.index(1), 0)
     sides.index(1).store(total)
     gl.thread_barrier()
     mbarrier.arrive(closed.index(1), count=1)
     mbarrier.wait(closed.index(0), 0)
     total += sides.index(0).load(HEADS)
-    store_half(sums, total, best, sinks, out, lse, row, head_block, rows_stride, HEADS, OUT,
-               HALF_DIM, H, SPLIT, HAS_SINKS)  # fmt: skip
+    store_half(
+        sums, total, best, sinks, out, lse, row, head_block, rows_stride, latents.index(1), HEADS,
+        OUT, HALF_DIM, H, SPLIT, HAS_SINKS,
+    )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["K", "slots_stride", "rows_stride", "splits", "H"])
@@ -208,16 +217,20 @@ def attend_wide(
     # A tile's rope, and once its scores are known its weights [BLOCK_H, BLOCK_N].
     gl.static_assert(BLOCK_H == BLOCK_N and BLOCK_N == ROPE_DIM)
     ropes = gl.allocate_shared_memory(OPERAND, [2, BLOCK_N, ROPE_DIM], SHARED)
-    tokens = gl.allocate_shared_memory(gl.float32, [2, BLOCK_N], VECTOR)
+    shifts = gl.allocate_shared_memory(gl.float32, [2, BLOCK_N], VECTOR)
     bests = gl.allocate_shared_memory(gl.float32, [2, BLOCK_H], VECTOR)
+    raises = gl.allocate_shared_memory(gl.float32, [2, 4], VECTOR)
     sides = gl.allocate_shared_memory(gl.float32, [2, BLOCK_H], VECTOR)
+    count = gl.allocate_shared_memory(gl.int32, [1], VECTOR)
     full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     # For the end alone: a signal of `ready` more, and a side that is late would wait for ever.
     closed = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     loaded = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    known = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(loaded, count=1)
+    mbarrier.init(known, count=1)
     for stage in gl.static_range(2):
         mbarrier.init(full.index(stage), count=COPIED)
         mbarrier.init(empty.index(stage), count=2)
@@ -225,21 +238,16 @@ def attend_wide(
         mbarrier.init(closed.index(stage), count=1)
     q_latent = gl.allocate_shared_memory(OPERAND, [1, BLOCK_H, LATENT_DIM], SHARED)
     q_rope = gl.allocate_shared_memory(OPERAND, [1, BLOCK_H, ROPE_DIM], SHARED)
-    start_query(q, row, head_block, q_latent.index(0), q_rope.index(0), H, 4)
-    begin, end = places(slots, K, splits, BLOCK_N, SPLIT)
-    # An odd tile past the end holds no slots.
-    pairs = (end - begin + 2 * BLOCK_N - 1) // (2 * BLOCK_N)
-    tiles = 2 * pairs
     # Tuples are written out: a constexpr in a named tuple would become a run-time value.
     gl.warp_specialize(
         [
-            (_left, (sinks, out, lse, row, head_block, pairs, rows_stride, scale, cap, q_latent,
-                     q_rope, latents, ropes, tokens, bests, sides, full, empty, ready, closed,
-                     loaded, H, SPLIT, HAS_SINKS, HAS_CAP)),
-            (_right, (sinks, out, lse, row, head_block, pairs, rows_stride, scale, cap, q_latent,
-                      q_rope, latents, ropes, tokens, bests, sides, full, empty, ready, closed,
-                      loaded, H, SPLIT, HAS_SINKS, HAS_CAP)),
-            (copy, (kv, slots, begin, tiles, end, latents, ropes, tokens, full, empty, W,
+            (_left, (q, slots, K, splits, sinks, out, lse, row, head_block, rows_stride, scale,
+                     cap, q_latent, q_rope, latents, ropes, shifts, bests, raises, sides, count,
+                     full, empty, ready, closed, loaded, known, H, SPLIT, HAS_SINKS, HAS_CAP)),
+            (_right, (sinks, out, lse, row, head_block, rows_stride, scale, cap, q_latent, q_rope,
+                      latents, ropes, shifts, bests, raises, sides, count, full, empty, ready,
+                      closed, loaded, H, SPLIT, HAS_SINKS, HAS_CAP)),
+            (copy, (kv, slots, K, splits, count, known, latents, ropes, shifts, full, empty, W,
                     BLOCK_N)),
         ],
         [4, 4], [REGISTERS, 504 - 2 * REGISTERS],

@@ -1,14 +1,16 @@
 """sm90 attention for 64 heads a program over fp8 records: who works when, and on which operand.
 
-One partition gathers, which for fp8 takes as long as all products of a tile. So the two warp groups
-that compute share each tile, and its buffer is free again as soon as it can be: a side takes the
-scores of half of the tile's tokens and the output of half of the dims,
+One partition gathers. Two warp groups compute: the left one takes the scores of the even tiles and
+the first half of the output's dims, the right one those of the odd tiles and the other half:
 
-    gathering |  fill i + 1 .............................. | fill i + 2 ...
-    a side    |  scores, exponents | weights | output i .. | scores i + 1 ...
+    gathering |  fill odd ......... | fill next even ......... | fill next odd ...
+    left      |  softmax e | output e ...... | output o, scores of the next e | softmax
+    right     |  ........ | output e, scores o | softmax o | output o .......
 
-and learns from the other side the maximum and the weights of the other tokens. Weights lie where
-the tile's rope was. The formula, arguments and results are those of `triton.sparse_mla`.
+Filling a tile takes about as long as using it. So a tile's output is issued as soon as its weights
+are there, before the scores of the other tile, and its buffer is handed back before those are done.
+Weights lie where the tile's rope was; maxima and whether one moved go through shared memory. The
+formula, arguments and results are those of `triton.sparse_mla`.
 """
 
 from __future__ import annotations
@@ -22,12 +24,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from topkapi.kernels.hopper.gather import COPIED, LATENT_DIM, ROPE_DIM, gather_fp8, places
+from topkapi.kernels.hopper.gather import (
+    COPIED,
+    LATENT_DIM,
+    LISTED,
+    ROPE_DIM,
+    gather_whole,
+    tell_count,
+    told_count,
+)
 from topkapi.kernels.hopper.softmax import (
     HALF_DIM,
     LOWEST,
     counted,
     exponents_fp8,
+    moved,
+    raised,
+    rescale,
     shrink_query,
     start_query,
     store_half,
@@ -37,103 +50,181 @@ from topkapi.kernels.triton.zero_unseen import zero_unseen
 
 
 @gluon.jit
-def _attend(
-    sinks, out, lse, row, head_block, tiles, rows_stride, scale, cap, q_latent, q_rope, stretches,
-    latents, ropes, tokens, bests, sides, full, empty, known, stored, closed, H,
-    SIDE: gl.constexpr, SPLIT: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_CAP: gl.constexpr,
-):  # fmt: skip
-    BLOCK_H: gl.constexpr = q_latent.shape[1]
-    HALF: gl.constexpr = latents.shape[1] // 2
-    OTHER: gl.constexpr = 1 - SIDE
-    SCORE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_DIM, 16])
-    HEADS: gl.constexpr = gl.SliceLayout(1, SCORE)
-    OUT_HEADS: gl.constexpr = gl.SliceLayout(1, OUT)
-    WEIGHTS: gl.constexpr = gl.NVMMASharedLayout(2 * HALF, 16, rank=2)
-    weights = ropes._reinterpret(latents.dtype, [4, BLOCK_H, HALF], WEIGHTS)
-    stretch = stretches.load(HEADS)
-    best = gl.full([BLOCK_H], LOWEST, gl.float32, layout=HEADS)
-    total = gl.full([BLOCK_H], 0.0, gl.float32, layout=HEADS)
-    sums = gl.full([BLOCK_H, HALF_DIM], 0.0, gl.float32, layout=OUT)
-    zero = gl.full([BLOCK_H, HALF], 0.0, gl.float32, layout=SCORE)
-    for tile in range(0, tiles):
-        origin = zero_unseen(tile)
-        stage = tile % 2 + origin
-        mbarrier.wait(full.index(stage), (tile // 2) & 1)
-        fence_async_shared()
-        grown = tokens.index(stage).slice(SIDE * HALF, HALF).load(gl.SliceLayout(0, SCORE))
-        rope = ropes.index(stage).slice(SIDE * HALF, HALF, dim=0).permute((1, 0))
-        latent = latents.index(stage).slice(SIDE * HALF, HALF, dim=0).permute((1, 0))
-        of_rope = warpgroup_mma(q_rope.index(origin), rope, zero, use_acc=False, is_async=True)
-        score = warpgroup_mma(q_latent.index(origin), latent, zero, use_acc=False, is_async=True)
-        score, of_rope = warpgroup_mma_wait(0, deps=[score, of_rope])
-        score = exponents_fp8(score, of_rope, stretch, grown, scale, cap, 0, HAS_CAP)
-        top = gl.max(score, axis=1)
-        bests.index(SIDE).store(top)
-        gl.thread_barrier()
-        mbarrier.arrive(known.index(SIDE), count=1)
-        mbarrier.wait(known.index(OTHER), tile & 1)
-        # The other side has its scores, and so the tile's rope is read.
-        new_best = gl.maximum(best, gl.maximum(top, bests.index(OTHER).load(HEADS)))
-        weight = gl.exp2(score - new_best[:, None])
-        weights.index(2 * stage + SIDE).store(weight.to(latents.dtype))
-        fence_async_shared()
-        gl.thread_barrier()
-        mbarrier.arrive(stored.index(SIDE), count=1)
-        shrink = gl.exp2(best - new_best)
-        best = new_best
-        sums = sums * gl.convert_layout(shrink, OUT_HEADS)[:, None]
-        total = total * shrink + gl.sum(counted(weight, grown, 0), axis=1)
-        mbarrier.wait(stored.index(OTHER), tile & 1)
-        values = latents.index(stage).slice(SIDE * HALF_DIM, HALF_DIM, dim=1)
-        sums = warpgroup_mma(
-            weights.index(2 * stage), values.slice(0, HALF, dim=0), sums, is_async=True
-        )
-        sums = warpgroup_mma(
-            weights.index(2 * stage + 1), values.slice(HALF, HALF, dim=0), sums, is_async=True
-        )
-        sums = warpgroup_mma_wait(0, deps=[sums])
-        gl.thread_barrier()
-        mbarrier.arrive(empty.index(stage), count=1)
+def _start_scores(q_latent, latents, first, stage, SCORE: gl.constexpr):
+    """Start the product of one tile's latents with the query."""
+    zero = gl.full([q_latent.shape[1], latents.shape[1]], 0.0, gl.float32, layout=SCORE)
+    latent = latents.index(stage).permute((1, 0))
+    return warpgroup_mma(q_latent.index(first), latent, zero, use_acc=False, is_async=True)
 
-    sides.index(SIDE).store(total)
-    gl.thread_barrier()
-    mbarrier.arrive(closed.index(SIDE), count=1)
-    mbarrier.wait(closed.index(OTHER), 0)
-    total += sides.index(OTHER).load(HEADS)
-    store_half(sums, total, best, sinks, out, lse, row, head_block, rows_stride, HEADS, OUT,
-               SIDE * HALF_DIM, H, SPLIT, HAS_SINKS)  # fmt: skip
+
+@gluon.jit
+def _exponents(
+    score, q_rope, stretches, ropes, grown, shifts, first, stage, line, scale, cap,
+    SCORE: gl.constexpr, HAS_CAP: gl.constexpr,
+):  # fmt: skip
+    """Exponents `[64, N]` of one tile from its latents' product: the ropes' is added here."""
+    TOKENS: gl.constexpr = gl.SliceLayout(0, SCORE)
+    score = score * grown.index(line).load(TOKENS)[None, :]
+    rope = ropes.index(stage).permute((1, 0))
+    score = warpgroup_mma(q_rope.index(first), rope, score, is_async=True)
+    score = warpgroup_mma_wait(0, deps=[score])
+    # Loaded for each tile: registers are short.
+    stretch = stretches.load(gl.SliceLayout(1, SCORE))
+    return exponents_fp8(score, stretch, shifts.index(line).load(TOKENS), scale, cap, 0, HAS_CAP)
 
 
 @gluon.jit
 def _left(
-    q, sinks, out, lse, row, head_block, tiles, rows_stride, scale, cap, q_latent, q_rope,
-    stretches, latents, ropes, tokens, bests, sides, full, empty, known, stored, closed, loaded, H,
+    q, slots, K, splits, sinks, out, lse, row, head_block, rows_stride, scale, cap, q_latent,
+    q_rope, stretches, latents, ropes, grown, shifts, bests, raises, sides, count, full, empty,
+    ready, closed, loaded, known, H,
     SPLIT: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_CAP: gl.constexpr,
 ):  # fmt: skip
+    BLOCK_H: gl.constexpr = q_latent.shape[1]
+    N: gl.constexpr = latents.shape[1]
+    SCORE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_DIM, 16])
+    HEADS: gl.constexpr = gl.SliceLayout(1, SCORE)
+    weights = ropes._reinterpret(latents.dtype, [2, BLOCK_H, N], ropes.layout)
+    start_query(q, row, head_block, q_latent.index(0), q_rope.index(0), H, 4)
+    tell_count(slots, K, splits, count, known, N, 2)
+    pairs = told_count(count) // 2
     wait_for_query()
-    shrink_query(q, q_latent.index(0), stretches, 4)
+    shrink_query(q, q_latent.index(0), q_rope.index(0), stretches, 4)
     fence_async_shared()
     gl.thread_barrier()
     mbarrier.arrive(loaded, count=1)
-    _attend(
-        sinks, out, lse, row, head_block, tiles, rows_stride, scale, cap, q_latent, q_rope,
-        stretches, latents, ropes, tokens, bests, sides, full, empty, known, stored, closed, H, 0,
-        SPLIT, HAS_SINKS, HAS_CAP,
+    best = gl.full([BLOCK_H], LOWEST, gl.float32, layout=HEADS)
+    total = gl.full([BLOCK_H], 0.0, gl.float32, layout=HEADS)
+    sums = gl.full([BLOCK_H, HALF_DIM], 0.0, gl.float32, layout=OUT)
+    score = gl.full([BLOCK_H, N], 0.0, gl.float32, layout=SCORE)
+    if pairs > 0:
+        mbarrier.wait(full.index(0), 0)
+        fence_async_shared()
+        score = _start_scores(q_latent, latents, 0, 0, SCORE)
+        score = warpgroup_mma_wait(0, deps=[score])
+    for pair in range(0, pairs):
+        phase = pair & 1
+        even = zero_unseen(pair)
+        odd = even + 1
+        line = 2 * phase
+        score = _exponents(
+            score, q_rope, stretches, ropes, grown, shifts, even, even, line, scale, cap, SCORE,
+            HAS_CAP,
+        )  # fmt: skip
+        new_best = moved(best, gl.max(score, axis=1), raises.index(0))
+        weight = gl.exp2(score - new_best[:, None])
+        weights.index(even).store(weight.to(latents.dtype))
+        bests.index(0).store(new_best)
+        fence_async_shared()
+        gl.thread_barrier()
+        mbarrier.arrive(ready.index(0), count=1)
+        if raised(raises.index(0)):
+            sums, total = rescale(sums, total, best, new_best, OUT)
+        best = new_best
+        values = latents.index(even).slice(0, HALF_DIM, dim=1)
+        sums = warpgroup_mma(weights.index(even), values, sums, is_async=True)
+        sums = warpgroup_mma_wait(0, deps=[sums])
+        gl.thread_barrier()
+        mbarrier.arrive(empty.index(0), count=1)
+        # Beside the right side's softmax. The line is written again only in two pairs' time.
+        share = counted(weight, grown.index(line).load(gl.SliceLayout(0, SCORE)), 0)
+        total = total + gl.sum(share, axis=1)
+
+        mbarrier.wait(ready.index(1), phase)
+        if raised(raises.index(1)):
+            new_best = bests.index(1).load(HEADS)
+            sums, total = rescale(sums, total, best, new_best, OUT)
+            best = new_best
+        values = latents.index(odd).slice(0, HALF_DIM, dim=1)
+        sums = warpgroup_mma(weights.index(odd), values, sums, is_async=True)
+        # After the last pair what lies there is scored once more, for nobody.
+        if pair + 1 < pairs:
+            mbarrier.wait(full.index(even), phase ^ 1)
+        fence_async_shared()
+        score = _start_scores(q_latent, latents, even, even, SCORE)
+        sums = warpgroup_mma_wait(1, deps=[sums])
+        gl.thread_barrier()
+        mbarrier.arrive(empty.index(1), count=1)
+        score = warpgroup_mma_wait(0, deps=[score])
+
+    sides.index(0).store(total)
+    gl.thread_barrier()
+    mbarrier.arrive(closed.index(0), count=1)
+    mbarrier.wait(closed.index(1), 0)
+    total += sides.index(1).load(HEADS)
+    store_half(
+        sums, total, best, sinks, out, lse, row, head_block, rows_stride, latents.index(0), HEADS,
+        OUT, 0, H, SPLIT, HAS_SINKS,
     )  # fmt: skip
 
 
 @gluon.jit
 def _right(
-    sinks, out, lse, row, head_block, tiles, rows_stride, scale, cap, q_latent, q_rope, stretches,
-    latents, ropes, tokens, bests, sides, full, empty, known, stored, closed, loaded, H,
-    SPLIT: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_CAP: gl.constexpr,
+    sinks, out, lse, row, head_block, rows_stride, scale, cap, q_latent, q_rope, stretches,
+    latents, ropes, grown, shifts, bests, raises, sides, count, full, empty, ready, closed, loaded,
+    H, SPLIT: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_CAP: gl.constexpr,
 ):  # fmt: skip
+    BLOCK_H: gl.constexpr = q_latent.shape[1]
+    N: gl.constexpr = latents.shape[1]
+    SCORE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_DIM, 16])
+    HEADS: gl.constexpr = gl.SliceLayout(1, SCORE)
+    weights = ropes._reinterpret(latents.dtype, [2, BLOCK_H, N], ropes.layout)
     mbarrier.wait(loaded, 0)
-    _attend(
-        sinks, out, lse, row, head_block, tiles, rows_stride, scale, cap, q_latent, q_rope,
-        stretches, latents, ropes, tokens, bests, sides, full, empty, known, stored, closed, H, 1,
-        SPLIT, HAS_SINKS, HAS_CAP,
+    pairs = told_count(count) // 2
+    best = gl.full([BLOCK_H], LOWEST, gl.float32, layout=HEADS)
+    total = gl.full([BLOCK_H], 0.0, gl.float32, layout=HEADS)
+    sums = gl.full([BLOCK_H, HALF_DIM], 0.0, gl.float32, layout=OUT)
+    for pair in range(0, pairs):
+        phase = pair & 1
+        even = zero_unseen(pair)
+        odd = even + 1
+        line = 2 * phase + 1
+        mbarrier.wait(ready.index(0), phase)
+        if raised(raises.index(0)):
+            new_best = bests.index(0).load(HEADS)
+            sums, total = rescale(sums, total, best, new_best, OUT)
+            best = new_best
+        values = latents.index(even).slice(HALF_DIM, HALF_DIM, dim=1)
+        sums = warpgroup_mma(weights.index(even), values, sums, is_async=True)
+        mbarrier.wait(full.index(odd), phase)
+        fence_async_shared()
+        score = _start_scores(q_latent, latents, even, odd, SCORE)
+        sums = warpgroup_mma_wait(1, deps=[sums])
+        gl.thread_barrier()
+        mbarrier.arrive(empty.index(0), count=1)
+        score = warpgroup_mma_wait(0, deps=[score])
+        score = _exponents(
+            score, q_rope, stretches, ropes, grown, shifts, even, odd, line, scale, cap, SCORE,
+            HAS_CAP,
+        )  # fmt: skip
+        new_best = moved(best, gl.max(score, axis=1), raises.index(1))
+        weight = gl.exp2(score - new_best[:, None])
+        weights.index(odd).store(weight.to(latents.dtype))
+        bests.index(1).store(new_best)
+        fence_async_shared()
+        gl.thread_barrier()
+        mbarrier.arrive(ready.index(1), count=1)
+        if raised(raises.index(1)):
+            sums, total = rescale(sums, total, best, new_best, OUT)
+        best = new_best
+        values = latents.index(odd).slice(HALF_DIM, HALF_DIM, dim=1)
+        sums = warpgroup_mma(weights.index(odd), values, sums, is_async=True)
+        sums = warpgroup_mma_wait(0, deps=[sums])
+        gl.thread_barrier()
+        mbarrier.arrive(empty.index(1), count=1)
+        share = counted(weight, grown.index(line).load(gl.SliceLayout(0, SCORE)), 0)
+        total = total + gl.sum(share, axis=1)
+
+    sides.index(1).store(total)
+    gl.thread_barrier()
+    mbarrier.arrive(closed.index(1), count=1)
+    mbarrier.wait(closed.index(0), 0)
+    total += sides.index(0).load(HEADS)
+    store_half(
+        sums, total, best, sinks, out, lse, row, head_block, rows_stride, latents.index(1), HEADS,
+        OUT, HALF_DIM, H, SPLIT, HAS_SINKS,
     )  # fmt: skip
 
 
@@ -152,42 +243,46 @@ def attend_wide_fp8(
     row = (program // head_blocks).to(gl.int64)
     slots += row * slots_stride
     latents = gl.allocate_shared_memory(gl.float16, [2, BLOCK_N, LATENT_DIM], SHARED)
-    # A tile's rope, and once its scores are known its weights, two times [BLOCK_H, BLOCK_N / 2].
+    # A tile's rope, and once its scores are known its weights [BLOCK_H, BLOCK_N].
     gl.static_assert(BLOCK_H == BLOCK_N and BLOCK_N == ROPE_DIM)
     ropes = gl.allocate_shared_memory(q.dtype.element_ty, [2, BLOCK_N, ROPE_DIM], SHARED)
-    tokens = gl.allocate_shared_memory(gl.float32, [2, BLOCK_N], VECTOR)
+    # Lines of four tiles: a tile's are read after its buffer is handed back.
+    grown = gl.allocate_shared_memory(gl.float32, [4, BLOCK_N], VECTOR)
+    shifts = gl.allocate_shared_memory(gl.float32, [4, BLOCK_N], VECTOR)
+    lists = gl.allocate_shared_memory(gl.int32, [LISTED, BLOCK_N], VECTOR)
     bests = gl.allocate_shared_memory(gl.float32, [2, BLOCK_H], VECTOR)
+    raises = gl.allocate_shared_memory(gl.float32, [2, 4], VECTOR)
     sides = gl.allocate_shared_memory(gl.float32, [2, BLOCK_H], VECTOR)
+    count = gl.allocate_shared_memory(gl.int32, [1], VECTOR)
     full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    known = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    stored = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    # For the end alone: a signal of `ready` more, and a side that is late would wait for ever.
     closed = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     loaded = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    known = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(loaded, count=1)
-    for index in gl.static_range(2):
-        mbarrier.init(full.index(index), count=COPIED)
-        mbarrier.init(empty.index(index), count=2)
-        mbarrier.init(known.index(index), count=1)
-        mbarrier.init(stored.index(index), count=1)
-        mbarrier.init(closed.index(index), count=1)
+    mbarrier.init(known, count=1)
+    for stage in gl.static_range(2):
+        mbarrier.init(full.index(stage), count=COPIED)
+        mbarrier.init(empty.index(stage), count=2)
+        mbarrier.init(ready.index(stage), count=1)
+        mbarrier.init(closed.index(stage), count=1)
     q_latent = gl.allocate_shared_memory(gl.float16, [1, BLOCK_H, LATENT_DIM], SHARED)
     q_rope = gl.allocate_shared_memory(q.dtype.element_ty, [1, BLOCK_H, ROPE_DIM], SHARED)
     stretches = gl.allocate_shared_memory(gl.float32, [BLOCK_H], VECTOR)
-    start_query(q, row, head_block, q_latent.index(0), q_rope.index(0), H, 4)
-    begin, end = places(slots, K, splits, BLOCK_N, SPLIT)
-    tiles = (end - begin + BLOCK_N - 1) // BLOCK_N
     # Tuples are written out: a constexpr in a named tuple would become a run-time value.
     gl.warp_specialize(
         [
-            (_left, (q, sinks, out, lse, row, head_block, tiles, rows_stride, scale, cap, q_latent,
-                     q_rope, stretches, latents, ropes, tokens, bests, sides, full, empty, known,
-                     stored, closed, loaded, H, SPLIT, HAS_SINKS, HAS_CAP)),
-            (_right, (sinks, out, lse, row, head_block, tiles, rows_stride, scale, cap, q_latent,
-                      q_rope, stretches, latents, ropes, tokens, bests, sides, full, empty, known,
-                      stored, closed, loaded, H, SPLIT, HAS_SINKS, HAS_CAP)),
-            (gather_fp8, (kv, slots, begin, tiles, end, latents, ropes, tokens, full, empty,
-                          W // 4, BLOCK_N, 0, BLOCK_N)),
+            (_left, (q, slots, K, splits, sinks, out, lse, row, head_block, rows_stride, scale,
+                     cap, q_latent, q_rope, stretches, latents, ropes, grown, shifts, bests,
+                     raises, sides, count, full, empty, ready, closed, loaded, known, H, SPLIT,
+                     HAS_SINKS, HAS_CAP)),
+            (_right, (sinks, out, lse, row, head_block, rows_stride, scale, cap, q_latent, q_rope,
+                      stretches, latents, ropes, grown, shifts, bests, raises, sides, count, full,
+                      empty, ready, closed, loaded, H, SPLIT, HAS_SINKS, HAS_CAP)),
+            (gather_whole, (kv, slots, K, splits, count, known, latents, ropes, grown, shifts,
+                            lists, full, empty, W // 4, BLOCK_N)),
         ],
         [4, 4], [REGISTERS, 504 - 2 * REGISTERS],
     )  # fmt: skip

@@ -1,12 +1,16 @@
 """How records reach shared memory on sm90: what the gathering warps do, and what they promise.
 
-A gathering partition owns some tokens of every tile of a row's slots. It waits until the buffer
-`tile % 2` is empty, fills its part, and signals that. A filled buffer is
+Programs that share a row take its tiles of N slots in turn, so where a program begins does not
+depend on where the row ends: gathering begins while that is looked for (`tell_count`).
+
+A gathering partition owns some tokens of every tile. It waits until the buffer `tile % 2` is empty,
+fills its part, and signals that. A filled buffer is
 
     latents [N, 512]  the record's, in q's dtype; of an fp8 record, fp16 values that times 2^shift
                       are the record's
     ropes   [N, 64]   the record's
-    tokens  [N] fp32  2^shift (1 where there is none), or 0 where no slot is
+    shifts  [N] fp32  shift (0 where there is none), or -inf where no slot is
+    grown   [N] fp32  of fp8 records, 2^shift, or 0
 
 and holds zeros where there is no slot, so that whatever lies in slot 0 does not matter. Whoever
 waits for it makes it visible to the matrix unit (`fence_async_shared`): in a gathering warp that
@@ -36,6 +40,8 @@ GROUPS = tl.constexpr(4)
 COPIED = tl.constexpr(129)
 # Tokens of fp8 records that a gathering partition holds in one set of registers.
 PIECE = tl.constexpr(16)
+# Tiles whose slots lie in shared memory: one in use, and those to come.
+LISTED = tl.constexpr(4)
 # Slots that a program looks at in one go for the last one of its row.
 SCANNED = tl.constexpr(2048)
 # Magnitudes all below 2^LEAST count as zeros; fp16 overflows where they are far above 2^MOST.
@@ -69,24 +75,41 @@ def exponent_of(value):
 
 
 @gluon.jit
-def places(slots, K, splits, BLOCK_N: gl.constexpr, SPLIT: gl.constexpr):
-    """Where this program's share of a row's slots begins and ends.
+def row_end(slots, K):
+    """Where a row's slots end, after the last that is not -1: padding at the end costs nothing.
 
-    A row ends after its last slot that is not -1: padding at the end costs nothing.
+    Addresses are clamped. Of masked loads, each with a predicate of its own, seven would be under
+    way at a time.
     """
     SCAN: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     end = 0
     for first in range(0, K, SCANNED):
-        place = first + gl.arange(0, SCANNED, layout=SCAN)
-        slot = gl.load(slots + place, mask=place < K, other=-1)
+        place = gl.minimum(first + gl.arange(0, SCANNED, layout=SCAN), K - 1)
+        slot = gl.load(slots + place)
         end = gl.maximum(end, gl.max(gl.where(slot >= 0, place + 1, 0), axis=0))
-    begin = 0
-    if SPLIT:
-        tiles = (end + BLOCK_N - 1) // BLOCK_N
-        span = ((tiles + splits - 1) // splits) * BLOCK_N
-        begin = gl.minimum(gl.program_id(1) * span, end)
-        end = gl.minimum(end, begin + span)
-    return begin, end
+    return end
+
+
+@gluon.jit
+def tell_count(slots, K, splits, count, counted, N: gl.constexpr, MULTIPLE: gl.constexpr):
+    """Find how many tiles of N slots a program has that takes every `splits`-th of its row.
+
+    Rounded up to MULTIPLE; into `count [1]`, and signalled by `counted`.
+    """
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    tiles = (row_end(slots, K) + N - 1) // N
+    tiles = gl.maximum(tiles - gl.program_id(1) + splits - 1, 0) // splits
+    tiles = (tiles + MULTIPLE - 1) // MULTIPLE * MULTIPLE
+    count.store(gl.full([1], 1, gl.int32, layout=ONE) * tiles)
+    gl.thread_barrier()
+    mbarrier.arrive(counted, count=1)
+
+
+@gluon.jit
+def told_count(count):
+    """The tiles that `tell_count` found, once it has signalled."""
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return gl.max(count.load(ONE), axis=0)
 
 
 @gluon.jit
@@ -120,7 +143,7 @@ def _fetch(kv, slot, RECORD: gl.constexpr):
 
 
 @gluon.jit
-def _fill(slot, codes, scale, latents, tokens, stage, FIRST: gl.constexpr):
+def _fill(slot, codes, scale, latents, grown, shifts, stage, line, FIRST: gl.constexpr):
     """Latents that `_fetch` loaded into their places from token FIRST of a tile.
 
     One store into each: between several into one buffer the compiler puts barriers.
@@ -141,122 +164,198 @@ def _fill(slot, codes, scale, latents, tokens, stage, FIRST: gl.constexpr):
         gl.reshape(gl.join(low, high), [PIECE, LATENT_DIM // 2])
     )
     valid = gl.convert_layout(slot, shift.type.layout, assert_trivial=True) >= 0
-    tokens.index(stage).slice(FIRST, PIECE, dim=0).store(gl.where(valid, power_of_two(shift), 0.0))
+    grown.index(line).slice(FIRST, PIECE, dim=0).store(gl.where(valid, power_of_two(shift), 0.0))
+    shift = gl.where(valid, shift.to(gl.float32), float("-inf"))
+    shifts.index(line).slice(FIRST, PIECE, dim=0).store(shift)
 
 
 @gluon.jit
-def _copy_rope(kv, slot, ropes, stage, RECORD: gl.constexpr, FIRST: gl.constexpr):
-    """Start copying the rope of PIECE records, as it is, into a tile from token FIRST."""
+def _copy_rope(kv, slot, ropes, stage, RECORD: gl.constexpr, FIRST: gl.constexpr,
+               COUNT: gl.constexpr):  # fmt: skip
+    """Start copying the ropes of COUNT records, as they are, into a tile from token FIRST."""
     ROW: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     slot = gl.convert_layout(slot, gl.SliceLayout(1, ROW), assert_trivial=True)
     words = kv.to(gl.pointer_type(gl.int32)) + (LATENT_DIM // 4 + GROUPS)
     word = gl.arange(0, ROPE_DIM // 2, layout=gl.SliceLayout(0, ROW))
     record = gl.maximum(slot, 0).to(gl.int64) * RECORD
     async_copy.async_copy_global_to_shared(
-        ropes.index(stage).slice(FIRST, PIECE, dim=0),
+        ropes.index(stage).slice(FIRST, COUNT, dim=0),
         words + record[:, None] + word[None, :],
         mask=(slot >= 0)[:, None],
     )
 
 
 @gluon.jit
-def gather_fp8(
-    kv, slots, begin, tiles, end, latents, ropes, tokens, full, empty, RECORD: gl.constexpr,
-    N: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr,
+def gather_half(
+    kv, slots, K, splits, count, counted, latents, ropes, grown, shifts, full, empty,
+    RECORD: gl.constexpr, N: gl.constexpr, FIRST: gl.constexpr,
 ):  # fmt: skip
-    """Fill tokens `FIRST : FIRST + COUNT` of every tile with fp8 records.
+    """Fill tokens `FIRST : FIRST + 32` of every tile with fp8 records; another fills the others.
 
     Ropes are copied as they are. Latents pass through registers, 16 tokens at a time: four pieces
-    have registers of their own, `a` to `d`, the whole of a tile or its half and the next tile's.
-    As soon as one is stored, the piece after the next three is loaded in its place. A register that
-    is moved or spilled before its load has ended waits for it; so the slots, which are moved, are
-    loaded a whole turn before that.
+    have registers of their own, `a` and `b` of the even tiles, `c` and `d` of the odd ones. As soon
+    as one is stored, the same piece of the tile after the next is loaded in its place. A register
+    that is moved or spilled before its load has ended waits for it; so the slots, which are moved,
+    are loaded a whole turn before that. How many tiles there are is waited for after the first
+    loads: the first two are filled in any case.
     """
     WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
-    # Tiles of four pieces, and where the third of them lies after the first.
-    TURN: gl.constexpr = 4 * PIECE // COUNT
-    THIRD: gl.constexpr = 2 * PIECE if TURN == 1 else N
     latents = latents._reinterpret(gl.int32, [2, N, LATENT_DIM // 2], WORDS)
     ropes = ropes._reinterpret(gl.int32, [2, N, ROPE_DIM // 2], WORDS)
-    first = begin + FIRST
-    slot_a = _slots_at(slots, first, end, PIECE)
-    slot_b = _slots_at(slots, first + PIECE, end, PIECE)
-    slot_c = _slots_at(slots, first + THIRD, end, PIECE)
-    slot_d = _slots_at(slots, first + THIRD + PIECE, end, PIECE)
-    first += TURN * N
-    next_a = _slots_at(slots, first, end, PIECE)
-    next_b = _slots_at(slots, first + PIECE, end, PIECE)
-    next_c = _slots_at(slots, first + THIRD, end, PIECE)
-    next_d = _slots_at(slots, first + THIRD + PIECE, end, PIECE)
+    step = splits * N
+    first = gl.program_id(1) * N + FIRST
+    slot_a = _slots_at(slots, first, K, PIECE)
+    slot_b = _slots_at(slots, first + PIECE, K, PIECE)
+    slot_c = _slots_at(slots, first + step, K, PIECE)
+    slot_d = _slots_at(slots, first + step + PIECE, K, PIECE)
+    first += 2 * step
+    next_a = _slots_at(slots, first, K, PIECE)
+    next_b = _slots_at(slots, first + PIECE, K, PIECE)
+    next_c = _slots_at(slots, first + step, K, PIECE)
+    next_d = _slots_at(slots, first + step + PIECE, K, PIECE)
     codes_a, scale_a = _fetch(kv, slot_a, RECORD)
     codes_b, scale_b = _fetch(kv, slot_b, RECORD)
     codes_c, scale_c = _fetch(kv, slot_c, RECORD)
     codes_d, scale_d = _fetch(kv, slot_d, RECORD)
-    for turn in range(0, (tiles + TURN - 1) // TURN):
-        first += TURN * N
-        later_a = _slots_at(slots, first, end, PIECE)
-        later_b = _slots_at(slots, first + PIECE, end, PIECE)
-        later_c = _slots_at(slots, first + THIRD, end, PIECE)
-        later_d = _slots_at(slots, first + THIRD + PIECE, end, PIECE)
-        even = turn % 2 if TURN == 1 else 0
-        phase = ((turn // 2) & 1) ^ 1 if TURN == 1 else (turn & 1) ^ 1
-        mbarrier.wait(empty.index(even), phase)
-        _copy_rope(kv, slot_a, ropes, even, RECORD, FIRST)
-        _copy_rope(kv, slot_b, ropes, even, RECORD, FIRST + PIECE)
-        if TURN == 1:
-            _copy_rope(kv, slot_c, ropes, even, RECORD, FIRST + 2 * PIECE)
-            _copy_rope(kv, slot_d, ropes, even, RECORD, FIRST + 3 * PIECE)
-        async_copy.mbarrier_arrive(full.index(even), increment_count=False)
-        _fill(slot_a, codes_a, scale_a, latents, tokens, even, FIRST)
+    mbarrier.wait(counted, 0)
+    tiles = gl.maximum(told_count(count), 2)
+    for turn in range(0, (tiles + 1) // 2):
+        first += 2 * step
+        later_a = _slots_at(slots, first, K, PIECE)
+        later_b = _slots_at(slots, first + PIECE, K, PIECE)
+        later_c = _slots_at(slots, first + step, K, PIECE)
+        later_d = _slots_at(slots, first + step + PIECE, K, PIECE)
+        phase = (turn & 1) ^ 1
+        mbarrier.wait(empty.index(0), phase)
+        _copy_rope(kv, slot_a, ropes, 0, RECORD, FIRST, PIECE)
+        _copy_rope(kv, slot_b, ropes, 0, RECORD, FIRST + PIECE, PIECE)
+        async_copy.mbarrier_arrive(full.index(0), increment_count=False)
+        _fill(slot_a, codes_a, scale_a, latents, grown, shifts, 0, 0, FIRST)
         codes_a, scale_a = _fetch(kv, next_a, RECORD)
-        _fill(slot_b, codes_b, scale_b, latents, tokens, even, FIRST + PIECE)
+        _fill(slot_b, codes_b, scale_b, latents, grown, shifts, 0, 0, FIRST + PIECE)
         codes_b, scale_b = _fetch(kv, next_b, RECORD)
-        if TURN == 1:
-            _fill(slot_c, codes_c, scale_c, latents, tokens, even, FIRST + 2 * PIECE)
-            codes_c, scale_c = _fetch(kv, next_c, RECORD)
-            _fill(slot_d, codes_d, scale_d, latents, tokens, even, FIRST + 3 * PIECE)
+        gl.thread_barrier()
+        mbarrier.arrive(full.index(0), count=1)
+        # There may be no odd tile; what lies in its buffer then is not a gatherer's any more.
+        if 2 * turn + 1 < tiles:
+            mbarrier.wait(empty.index(1), phase)
+            _copy_rope(kv, slot_c, ropes, 1, RECORD, FIRST, PIECE)
+            _copy_rope(kv, slot_d, ropes, 1, RECORD, FIRST + PIECE, PIECE)
+            async_copy.mbarrier_arrive(full.index(1), increment_count=False)
+            _fill(slot_c, codes_c, scale_c, latents, grown, shifts, 1, 1, FIRST)
+        codes_c, scale_c = _fetch(kv, next_c, RECORD)
+        if 2 * turn + 1 < tiles:
+            _fill(slot_d, codes_d, scale_d, latents, grown, shifts, 1, 1, FIRST + PIECE)
             gl.thread_barrier()
-            mbarrier.arrive(full.index(even), count=1)
-        else:
-            gl.thread_barrier()
-            mbarrier.arrive(full.index(0), count=1)
-            # There may be no odd tile; what lies in its buffer then is not a gatherer's any more.
-            if 2 * turn + 1 < tiles:
-                mbarrier.wait(empty.index(1), phase)
-                _copy_rope(kv, slot_c, ropes, 1, RECORD, FIRST)
-                _copy_rope(kv, slot_d, ropes, 1, RECORD, FIRST + PIECE)
-                async_copy.mbarrier_arrive(full.index(1), increment_count=False)
-                _fill(slot_c, codes_c, scale_c, latents, tokens, 1, FIRST)
-            codes_c, scale_c = _fetch(kv, next_c, RECORD)
-            if 2 * turn + 1 < tiles:
-                _fill(slot_d, codes_d, scale_d, latents, tokens, 1, FIRST + PIECE)
-                gl.thread_barrier()
-                mbarrier.arrive(full.index(1), count=1)
+            mbarrier.arrive(full.index(1), count=1)
         codes_d, scale_d = _fetch(kv, next_d, RECORD)
         slot_a, slot_b, slot_c, slot_d = next_a, next_b, next_c, next_d
         next_a, next_b, next_c, next_d = later_a, later_b, later_c, later_d
 
 
 @gluon.jit
+def _list(slots, lists, turn, step, K, N: gl.constexpr):
+    """Start copying the slots of a program's tile `turn` into their line of `lists`."""
+    ROW: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    place = gl.program_id(1) * N + turn * step + gl.arange(0, N, layout=ROW)
+    async_copy.async_copy_global_to_shared(
+        lists.index(turn % LISTED), slots + place, mask=place < K
+    )
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _listed(lists, turn, step, K, FIRST: gl.constexpr, COUNT: gl.constexpr, N: gl.constexpr):
+    """COUNT slots that `_list` copied, from token FIRST of their tile; -1 past K."""
+    ROW: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
+    place = gl.program_id(1) * N + turn * step + FIRST + gl.arange(0, COUNT, layout=ROW)
+    return gl.where(place < K, lists.index(turn % LISTED).slice(FIRST, COUNT).load(ROW), -1)
+
+
+@gluon.jit
+def gather_whole(
+    kv, slots, K, splits, count, counted, latents, ropes, grown, shifts, lists, full, empty,
+    RECORD: gl.constexpr, N: gl.constexpr,
+):  # fmt: skip
+    """Fill every tile with fp8 records, as one partition alone.
+
+    Ropes are copied as they are. Latents pass through registers, 16 tokens at a time: four pieces
+    have registers of their own, the whole of a tile. As soon as one is stored, the same piece of
+    the next tile is loaded in its place. Slots come by way of shared memory: from a register they
+    would be waited for together with whatever shares its scoreboard, which is a tile's records.
+    """
+    WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
+    latents = latents._reinterpret(gl.int32, [2, N, LATENT_DIM // 2], WORDS)
+    ropes = ropes._reinterpret(gl.int32, [2, N, ROPE_DIM // 2], WORDS)
+    first = gl.program_id(1) * N
+    step = splits * N
+    slot_a = _slots_at(slots, first, K, PIECE)
+    slot_b = _slots_at(slots, first + PIECE, K, PIECE)
+    slot_c = _slots_at(slots, first + 2 * PIECE, K, PIECE)
+    slot_d = _slots_at(slots, first + 3 * PIECE, K, PIECE)
+    for turn in gl.static_range(LISTED - 1):
+        _list(slots, lists, turn, step, K, N)
+    codes_a, scale_a = _fetch(kv, slot_a, RECORD)
+    codes_b, scale_b = _fetch(kv, slot_b, RECORD)
+    codes_c, scale_c = _fetch(kv, slot_c, RECORD)
+    codes_d, scale_d = _fetch(kv, slot_d, RECORD)
+    mbarrier.wait(counted, 0)
+    tiles = told_count(count)
+    for turn in range(0, tiles):
+        stage = turn % 2
+        line = turn % 4
+        async_copy.wait_group(1)
+        gl.thread_barrier()
+        # All slots of this turn at once: behind a piece's stores each load would wait for them.
+        slot_a = _listed(lists, turn, step, K, 0, PIECE, N)
+        slot_b = _listed(lists, turn, step, K, PIECE, PIECE, N)
+        slot_c = _listed(lists, turn, step, K, 2 * PIECE, PIECE, N)
+        slot_d = _listed(lists, turn, step, K, 3 * PIECE, PIECE, N)
+        next_a = _listed(lists, turn + 1, step, K, 0, PIECE, N)
+        next_b = _listed(lists, turn + 1, step, K, PIECE, PIECE, N)
+        next_c = _listed(lists, turn + 1, step, K, 2 * PIECE, PIECE, N)
+        next_d = _listed(lists, turn + 1, step, K, 3 * PIECE, PIECE, N)
+        slot = _listed(lists, turn, step, K, 0, N, N)
+        _list(slots, lists, turn + LISTED - 1, step, K, N)
+        mbarrier.wait(empty.index(stage), ((turn // 2) & 1) ^ 1)
+        _copy_rope(kv, slot, ropes, stage, RECORD, 0, N)
+        async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+        _fill(slot_a, codes_a, scale_a, latents, grown, shifts, stage, line, 0)
+        codes_a, scale_a = _fetch(kv, next_a, RECORD)
+        _fill(slot_b, codes_b, scale_b, latents, grown, shifts, stage, line, PIECE)
+        codes_b, scale_b = _fetch(kv, next_b, RECORD)
+        _fill(slot_c, codes_c, scale_c, latents, grown, shifts, stage, line, 2 * PIECE)
+        codes_c, scale_c = _fetch(kv, next_c, RECORD)
+        _fill(slot_d, codes_d, scale_d, latents, grown, shifts, stage, line, 3 * PIECE)
+        gl.thread_barrier()
+        mbarrier.arrive(full.index(stage), count=1)
+        codes_d, scale_d = _fetch(kv, next_d, RECORD)
+    async_copy.wait_group(0)
+
+
+@gluon.jit
 def copy(
-    kv, slots, begin, tiles, end, latents, ropes, tokens, full, empty, W: gl.constexpr,
+    kv, slots, K, splits, count, counted, latents, ropes, shifts, full, empty, W: gl.constexpr,
     N: gl.constexpr,
 ):  # fmt: skip
     """Fill every tile with records in q's dtype by asynchronous copies, 16 bytes each.
 
-    Waits for none of them: each thread's last one signals, and one more signal says that `tokens`
-    are written.
+    Waits for none of them: each thread's last one signals, and one more signal says that `shifts`
+    are written. How many tiles there are is waited for after the second: the first two are filled
+    in any case.
     """
     ROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    slot = _slots_at(slots, begin, end, N)
-    for tile in range(0, tiles):
+    first = gl.program_id(1) * N
+    slot = _slots_at(slots, first, K, N)
+    tile, tiles = 0, 2
+    while tile < tiles:
         stage = tile % 2
         slot = gl.convert_layout(slot, gl.SliceLayout(1, ROW), assert_trivial=True)
         valid = (slot >= 0)[:, None]
         record = (kv + gl.maximum(slot, 0).to(gl.int64) * W)[:, None]
         dim = gl.arange(0, LATENT_DIM, layout=gl.SliceLayout(0, ROW))
         rope_dim = LATENT_DIM + gl.arange(0, ROPE_DIM, layout=gl.SliceLayout(0, ROW))
-        next_slot = _slots_at(slots, begin + (tile + 1) * N, end, N)
+        next_slot = _slots_at(slots, first + (tile + 1) * splits * N, K, N)
         mbarrier.wait(empty.index(stage), ((tile // 2) & 1) ^ 1)
         async_copy.async_copy_global_to_shared(
             latents.index(stage), record + dim[None, :], mask=valid
@@ -265,7 +364,11 @@ def copy(
             ropes.index(stage), record + rope_dim[None, :], mask=valid
         )
         async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
-        tokens.index(stage).store(gl.where(slot >= 0, 1.0, 0.0))
+        shifts.index(stage).store(gl.where(slot >= 0, 0.0, float("-inf")))
         gl.thread_barrier()
         mbarrier.arrive(full.index(stage), count=1)
         slot = next_slot
+        if tile == 1:
+            mbarrier.wait(counted, 0)
+            tiles = gl.maximum(told_count(count), 2)
+        tile += 1

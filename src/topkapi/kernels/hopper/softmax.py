@@ -30,6 +30,11 @@ LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
 # Stands for -inf as a running maximum: differences of it are never NaN.
 LOWEST = tl.constexpr(-1.0e30)
+# In one instruction; `gl.log2` takes 30 for the last bit.
+LOG2 = tl.constexpr("lg2.approx.f32 $0, $1;")
+# How far, in powers of two, a score may exceed the maximum that weights are relative to before that
+# is raised: fp16 weights end at 2^16.
+SLACK = tl.constexpr(8.0)
 # Dims of the output that one of two sides computes.
 HALF_DIM = tl.constexpr(256)
 
@@ -67,10 +72,11 @@ def wait_for_query():
 
 
 @gluon.jit
-def shrink_query(q, latent, stretches, WARPS: gl.constexpr):
+def shrink_query(q, latent, rope, stretches, WARPS: gl.constexpr):
     """For fp8 records, in its place: the latent in fp16 below 2^9, to be multiplied by `stretches`.
 
-    `stretches [BLOCK_H]` are powers of two, one a head.
+    `stretches [BLOCK_H]` are powers of two, one a head. The rope stays in q's dtype and is divided
+    by the same, so that both parts' products may be added.
     """
     ROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     given = latent._reinterpret(q.dtype.element_ty, latent.shape, latent.layout)
@@ -80,6 +86,7 @@ def shrink_query(q, latent, stretches, WARPS: gl.constexpr):
     exponent = exponent_of(top) - 8
     stretches.store(power_of_two(exponent))
     shrink = power_of_two(-exponent)[:, None]
+    rope.store((rope.load(ROW).to(gl.float32) * shrink).to(rope.dtype))
     for part in gl.static_range(GROUPS):
         value = given.slice(part * GROUP_DIM, GROUP_DIM, dim=1).load(ROW).to(gl.float32)
         latent.slice(part * GROUP_DIM, GROUP_DIM, dim=1).store((value * shrink).to(latent.dtype))
@@ -92,37 +99,64 @@ def _capped(score, cap):
 
 
 @gluon.jit
-def exponents(score, seen, scale, cap, HEAD: gl.constexpr, HAS_CAP: gl.constexpr):  # fmt: skip
-    """Of each weight, up to the rate that is returned, too: `u`, or -inf where `seen` is 0."""
+def exponents(score, shift, scale, cap, HEAD: gl.constexpr, HAS_CAP: gl.constexpr):
+    """Of each weight, up to the rate that is returned, too: `u`, or -inf where `shift` is that."""
     rate = scale * LOG2E
     if HAS_CAP:
         score = _capped(score * (2.0 * LOG2E * scale / cap), cap)
         rate = 1.0
-    return score + gl.expand_dims(gl.where(seen != 0.0, 0.0, float("-inf")), HEAD), rate
+    return score + gl.expand_dims(shift, HEAD), rate
 
 
 @gluon.jit
-def exponents_fp8(latent, rope, stretch, grown, scale, cap, HEAD: gl.constexpr,
+def exponents_fp8(score, stretch, shift, scale, cap, HEAD: gl.constexpr,
                   HAS_CAP: gl.constexpr):  # fmt: skip
-    """Of each weight in the output: `u + shift`, or -inf, from the products of both parts.
+    """Of each weight in the output: `u + shift`, from a product with what `shrink_query` left.
 
-    `grown` is the tile's `tokens`: `2^shift`, or 0 where no slot is.
+    `shift` is -inf where no slot is.
     """
     rate = 2.0 * LOG2E * scale / cap if HAS_CAP else scale * LOG2E
-    latent = latent * gl.expand_dims(grown, HEAD) * gl.expand_dims(stretch * rate, 1 - HEAD)
-    exponent = (grown.to(gl.int32, bitcast=True) >> 23) - 127
-    shift = gl.expand_dims(gl.where(grown != 0.0, exponent.to(gl.float32), float("-inf")), HEAD)
+    score = score * gl.expand_dims(stretch * rate, 1 - HEAD)
     if HAS_CAP:
-        return _capped(latent + rope * rate, cap) + shift
-    return latent + (rope * rate + shift)
+        score = _capped(score, cap)
+    return score + gl.expand_dims(shift, HEAD)
 
 
 @gluon.jit
 def counted(weight, grown, HEAD: gl.constexpr):
-    """Of fp8 records: weights in the denominator, `2^-shift` times those in the output."""
-    # 1 / grown, exactly; where no slot is, something finite that meets a weight of zero.
+    """Of fp8 records: weights in the denominator, `2^-shift` times those in the output.
+
+    `grown` is `2^shift`.
+    """
+    # 1 / grown, exactly.
     shrunk = ((254 << 23) - grown.to(gl.int32, bitcast=True)).to(gl.float32, bitcast=True)
     return weight * gl.expand_dims(shrunk, HEAD)
+
+
+@gluon.jit
+def moved(best, top, raises):
+    """What 64 heads' weights are relative to: `best`, or `top` where that is more than SLACK above.
+
+    Rarely anything moves, and the sums need no factor then. Noted in `raises [4]`, a warp's heads
+    each.
+    """
+    new_best = gl.where(top > best + SLACK, top, best)
+    by_warp = gl.reshape(gl.where(new_best != best, 1.0, 0.0), [4, best.shape[0] // 4])
+    raises.store(gl.max(by_warp, axis=1))
+    return new_best
+
+
+@gluon.jit
+def raised(raises):
+    """Whether `moved` noted anything; the same in all warps."""
+    return gl.max(raises.load(gl.BlockedLayout([4], [32], [4], [0])), axis=0) > 0.0
+
+
+@gluon.jit
+def rescale(sums, total, best, new_best, OUT: gl.constexpr):
+    """Sums and total relative to `new_best`."""
+    shrink = gl.exp2(best - new_best)
+    return sums * gl.convert_layout(shrink, gl.SliceLayout(1, OUT))[:, None], total * shrink
 
 
 @gluon.jit
@@ -134,7 +168,8 @@ def close(total, best, sinks, head, H, SPLIT: gl.constexpr,
     if HAS_SINKS and not SPLIT:
         sink = gl.load(sinks + head, mask=head < H, other=0.0).to(gl.float32)
         denominator += gl.exp2(sink * LOG2E - best)
-    lse = gl.where(seen, best + gl.log2(total), float("-inf"))
+    total = gl.inline_asm_elementwise(LOG2, "=f,f", [total], dtype=gl.float32, is_pure=True, pack=1)
+    lse = gl.where(seen, best + total, float("-inf"))
     if not SPLIT:
         lse = lse * LN2
     return gl.where(seen, 1.0 / denominator, 0.0), lse
@@ -142,19 +177,34 @@ def close(total, best, sinks, head, H, SPLIT: gl.constexpr,
 
 @gluon.jit
 def store_half(
-    sums, total, best, sinks, out, lse, row, head_block, rows_stride, HEADS: gl.constexpr,
+    sums, total, best, sinks, out, lse, row, head_block, rows_stride, room, HEADS: gl.constexpr,
     OUT: gl.constexpr, FIRST_DIM: gl.constexpr, H, SPLIT: gl.constexpr,
     HAS_SINKS: gl.constexpr,
 ):  # fmt: skip
-    """Half of the output's dims, and with the first half lse."""
+    """Half of the output's dims, and with the first half lse.
+
+    By way of `room`, 64 KB of shared memory: stored from where they are computed, each row's dims
+    would come in pieces of 16 bytes.
+    """
     BLOCK_H: gl.constexpr = sums.shape[0]
+    PART: gl.constexpr = BLOCK_H // 4
+    DTYPE: gl.constexpr = out.dtype.element_ty
+    BITS: gl.constexpr = DTYPE.primitive_bitwidth
+    LINES: gl.constexpr = gl.BlockedLayout([1, 128 // BITS], [1, 32], [4, 1], [1, 0])
     head = head_block * BLOCK_H + gl.arange(0, BLOCK_H, layout=HEADS)
     inverse, logarithm = close(total, best, sinks, head, H, SPLIT, HAS_SINKS)
     place = gl.program_id(1).to(gl.int64) * rows_stride + row * H
     if FIRST_DIM == 0:
         gl.store(lse + place + head, logarithm, mask=head < H)
     sums = sums * gl.convert_layout(inverse, gl.SliceLayout(1, OUT))[:, None]
-    head = head_block * BLOCK_H + gl.arange(0, BLOCK_H, layout=gl.SliceLayout(1, OUT))
-    dim = FIRST_DIM + gl.arange(0, HALF_DIM, layout=gl.SliceLayout(0, OUT))
-    pointers = out + (place + head)[:, None] * LATENT_DIM + dim[None, :]
-    gl.store(pointers, sums.to(out.dtype.element_ty), mask=(head < H)[:, None])
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, BITS, rank=2)
+    room = room._reinterpret(DTYPE, [BLOCK_H, HALF_DIM], SHARED)
+    room.store(sums.to(DTYPE))
+    gl.thread_barrier()
+    dim = FIRST_DIM + gl.arange(0, HALF_DIM, layout=gl.SliceLayout(0, LINES))
+    for part in gl.static_range(4):
+        head = part * PART + gl.arange(0, PART, layout=gl.SliceLayout(1, LINES))
+        head = head_block * BLOCK_H + head
+        pointers = out + (place + head)[:, None] * LATENT_DIM + dim[None, :]
+        value = room.slice(part * PART, PART, dim=0).load(LINES)
+        gl.store(pointers, value, mask=(head < H)[:, None])

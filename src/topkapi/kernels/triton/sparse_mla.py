@@ -232,14 +232,24 @@ def _combine(
     H: tl.constexpr, L: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
     HAS_SINKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Merge the partial results of one (row, head), each weighing exp2(lse2 - their maximum)."""
-    if EARLY:
-        gdc_wait()
+    """Merge BLOCK_L dims of one (row, head)'s partial results.
+
+    Each weighs exp2(lse2 - their maximum); one that saw nothing counts as zero whatever it holds.
+    Its values are loaded all the same, so that they need not wait for lse2.
+    """
     place = tl.program_id(0).to(tl.int64)
-    dim = tl.arange(0, BLOCK_L)
+    dim = tl.program_id(1) * BLOCK_L + tl.arange(0, BLOCK_L)
     split = tl.arange(0, BLOCK_SPLITS)
     share = split.to(tl.int64) * rows_stride + place
-    lse2 = tl.load(partial_lse2 + share, mask=split < splits, other=float("-inf"))
+    there = split < splits
+    if EARLY:
+        gdc_wait()
+    value = tl.load(
+        partial + share[:, None] * L + dim[None, :],
+        mask=there[:, None] & (dim < L)[None, :],
+        other=0.0,
+    )
+    lse2 = tl.load(partial_lse2 + share, mask=there, other=float("-inf"))
     best = tl.maximum(tl.max(lse2, axis=0), LOWEST)
     weight = tl.exp2(lse2 - best)
     total = tl.sum(weight, axis=0)
@@ -247,14 +257,13 @@ def _combine(
     if HAS_SINKS:
         denominator += tl.exp2(tl.load(sinks + place % H).to(tl.float32) * LOG2E - best)
     inverse = tl.where(total != 0.0, 1.0 / denominator, 0.0)
-    value = tl.load(
-        partial + share[:, None] * L + dim[None, :],
-        mask=(lse2 != float("-inf"))[:, None] & (dim < L)[None, :],
-        other=0.0,
-    )
-    result = tl.sum(value * (weight * inverse)[:, None], axis=0)
-    tl.store(out + place * L + dim, result.to(out.dtype.element_ty), mask=dim < L)
-    tl.store(lse + place, tl.where(total != 0.0, (best + tl.log2(total)) * LN2, float("-inf")))
+    # Chosen after the product: Triton would make a choice among loaded values a mask of the load.
+    value = value * (weight * inverse)[:, None]
+    value = tl.where((lse2 != float("-inf"))[:, None], value, 0.0)
+    tl.store(out + place * L + dim, tl.sum(value, axis=0).to(out.dtype.element_ty), mask=dim < L)
+    if tl.program_id(1) == 0:
+        merged = (best + tl.log2(total)) * LN2
+        tl.store(lse + place, tl.where(total != 0.0, merged, float("-inf")))
 
 
 def sparse_mla(
@@ -344,11 +353,14 @@ def combine(
     `early` (sm90 on) launches before the kernel that writes them has ended, and waits there.
     """
     splits, rows, heads, latent = partial.shape
-    _combine[(rows * heads,)](
+    block_splits = triton.next_power_of_2(splits)
+    # 32 values a thread, all under way at once: for fewer registers they would be loaded in turns.
+    block = max(16, min(triton.next_power_of_2(latent), 4096 // block_splits))
+    options = {"launch_pdl": True, "maxnreg": 64} if early else {}
+    _combine[(rows * heads, triton.cdiv(latent, block))](
         partial, partial_lse2, lse if sinks is None else sinks, out, lse, rows * heads, splits,
-        H=heads, L=latent, BLOCK_L=max(16, triton.next_power_of_2(latent)),
-        BLOCK_SPLITS=triton.next_power_of_2(splits), HAS_SINKS=sinks is not None, EARLY=early,
-        num_warps=4, **({"launch_pdl": True} if early else {}),
+        H=heads, L=latent, BLOCK_L=block, BLOCK_SPLITS=block_splits, HAS_SINKS=sinks is not None,
+        EARLY=early, num_warps=4, **options,
     )  # fmt: skip
 
 
