@@ -63,9 +63,7 @@ def _keys(
     if index_cache.dtype != torch.uint8:
         keys = index_cache.index_select(0, slots[:, :width].flatten())
         return keys.to(dtype).view(count, width, dim), None
-    # Eight bytes at a time: torch gathers element by element.
-    words = index_cache.view(torch.int64)
-    pages = words.index_select(0, slots[:, ::page].flatten() // page).view(torch.uint8)
+    pages = index_cache.index_select(0, slots[:, ::page].flatten() // page)
     codes, scales = fp8_page_views(pages, dim, page)
     keys = codes.to(dtype).view(count, -1, dim)[:, :width]
     return keys, scales.reshape(count, -1)[:, :width]
