@@ -94,6 +94,20 @@ def test_runs_give_the_same_bits_alone_and_together(heads: int, cache: torch.dty
         assert all(torch.equal(a[row], b[0]) for a, b in zip(first, got, strict=True))
 
 
+@pytest.mark.parametrize("heads", [16, 33])
+@pytest.mark.parametrize("cache", [BF16, FP8])
+def test_int64_slots_and_a_query_anywhere(heads: int, cache: torch.dtype) -> None:
+    case = SparseMlaCase("given", 4, heads=heads, k=200, num_slots=900, cache=cache, dtype=BF16,
+                         pattern="holes")  # fmt: skip
+    inputs = case.make(DEVICE)
+    want = ops.sparse_mla(**inputs, kernel="hopper")
+    odd = torch.empty(inputs["q"].numel() + 1, dtype=BF16, device=DEVICE)[1:].view_as(inputs["q"])
+    odd.copy_(inputs["q"])
+    for other in ({"slots": inputs["slots"].long()}, {"q": odd}):
+        got = ops.sparse_mla(**{**inputs, **other}, kernel="hopper")
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
 def test_lengths_do_not_compile() -> None:
     from topkapi.kernels.hopper import sparse_mla
 

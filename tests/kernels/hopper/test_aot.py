@@ -65,6 +65,57 @@ def test_compiles_fits_and_overlaps(
     assert "UNPACK_B" in code or cache == BF16
 
 
+def noted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, tuple[Any, ...]]]:
+    """Grids and arguments of what is launched from here on; nothing runs."""
+    seen: list[tuple[Any, tuple[Any, ...]]] = []
+
+    class Kernel:
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *args, **_: seen.append((grid, args))
+
+    for attribute in ("attend_wide", "attend_wide_fp8", "attend_narrow"):
+        monkeypatch.setattr(sparse_mla, attribute, Kernel())
+    monkeypatch.setattr(sparse_mla, "target_of", lambda tensor: device_of(90))
+    monkeypatch.setattr(sparse_mla.portable, "combine", lambda *args, **kwargs: None)
+    return seen
+
+
+@pytest.mark.parametrize("heads", [1, 16, 32, 33, 64, 65, 128])
+def test_a_row_is_split_unless_its_bits_must_not_change(
+    heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = noted(monkeypatch)
+    kv_cache, blocks = meta(9, 1, 656, dtype=FP8), -(-heads // 64)
+    for rows, splits in ((1, 16), (40, 3 if blocks == 1 else 1), (400, 1)):
+        q, slots = meta(rows, heads, 576, dtype=BF16), meta(rows, 2048)
+        for invariant in (False, True):
+            sparse_mla.sparse_mla(q, kv_cache, slots, scale=0.1, batch_invariant=invariant)
+            grid, _ = seen.pop()
+            assert grid == (rows * blocks, 1 if invariant else splits)
+
+
+@pytest.mark.parametrize("cache", [BF16, FP8], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("heads", [16, 33])
+def test_kernels_read_int32_slots_and_an_aligned_query(
+    heads: int, cache: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of others they get copies: for those they do not compile."""
+    seen = noted(monkeypatch)
+    kv_cache = torch.zeros(9, 1, latent_layout(cache).width(512, 64), dtype=cache)
+    values = torch.randn(2 * heads * 576 + 8).bfloat16()
+    slots = torch.tensor([[8, -1, 0], [2**31 - 1, 3, 4]])
+    for first in (0, 1, 8):
+        given = values[first:][: 2 * heads * 576].view(2, heads, 576)
+        for dtype in (torch.int32, torch.int64):
+            sparse_mla.sparse_mla(given, kv_cache, slots.to(dtype), scale=0.1)
+            _, (q, _, read, *_) = seen.pop()
+            assert read.dtype == torch.int32
+            assert torch.equal(read, slots.int())
+            assert q.data_ptr() % 16 == 0
+            assert torch.equal(q, given)
+            assert (q.data_ptr() == given.data_ptr()) == (first != 1)
+
+
 def test_partial_results_are_on_their_way_at_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

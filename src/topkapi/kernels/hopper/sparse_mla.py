@@ -27,8 +27,8 @@ TOKENS = 64
 
 @dataclass(frozen=True)
 class Tile:
-    """How the work is cut: heads a program, warp groups that compute, and registers of a thread
-    that gathers fp8 records (below 64 heads; 64 heads: that computes).
+    """How the work is cut: heads a program, warp groups that compute, and registers of a thread:
+    with 64 heads of one of the right side, with fewer of one that gathers fp8 records.
     """
 
     heads: int
@@ -66,7 +66,8 @@ def sparse_mla(
 
     `tile` and `splits` override what is chosen, for measuring. `batch_invariant` never splits a
     row. Temporaries: nothing, or with several programs a row `splits * R * H * 513` fp32, within
-    `budget_bytes`. Records that do not start at multiples of 16 bytes, which no pool of ours makes,
+    `budget_bytes`, beside copies of slots that are not int32 and of a query that is not contiguous
+    or does not start at a multiple of 16 bytes. Records that do not, which no pool of ours makes,
     are left to the portable kernel.
     """
     rows, heads, _ = q.shape
@@ -79,7 +80,9 @@ def sparse_mla(
     lse = torch.empty(rows, heads, dtype=torch.float32, device=q.device)
     if rows == 0:
         return out, lse
-    q, slots = q.contiguous(), slots.contiguous()
+    q, slots = q.contiguous(), slots.to(torch.int32).contiguous()
+    if q.data_ptr() % 16:
+        q = q.clone()  # copied to shared memory 16 bytes at a time
     fp8 = kv_cache.dtype == LATENT_FP8.dtype
     tile = tile or choose_tile(heads, fp8)
     if splits is None and batch_invariant:
