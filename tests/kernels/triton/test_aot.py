@@ -101,14 +101,14 @@ def meta(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def meta_context(rows: int, requests: int, width: int) -> Context:
+def meta_context(rows: int, requests: int, width: int, dtype: torch.dtype = torch.int32) -> Context:
     return Context(
-        lengths=meta(rows),
-        request_of_row=meta(rows),
-        cu_seqlens_q=meta(requests + 1),
+        lengths=meta(rows, dtype=dtype),
+        request_of_row=meta(rows, dtype=dtype),
+        cu_seqlens_q=meta(requests + 1, dtype=dtype),
         max_length=width,
         max_seq_len_q=rows // requests,
-        table=meta(requests, width),
+        table=meta(requests, width, dtype=dtype),
         table_rows=meta(requests, dtype=torch.int64),
     )
 
@@ -131,15 +131,16 @@ def attention(
 
 
 def selection(
-    rows: int, requests: int, heads: int, dim: int, cache: torch.dtype, dtype: torch.dtype = BF16
-) -> Callable[[], Any]:
+    rows: int, requests: int, heads: int, dim: int, cache: torch.dtype, dtype: torch.dtype = BF16,
+    ints: torch.dtype = torch.int32,
+) -> Callable[[], Any]:  # fmt: skip
     def call() -> Any:
         shape = (9, 64 * (dim + 4)) if cache == FP8 else (640, dim)
         return select.select(
             meta(rows, heads, dim, dtype=dtype),
             meta(rows, heads, dtype=torch.float32),
             meta(*shape, dtype=cache),
-            meta_context(rows, requests, 65536),
+            meta_context(rows, requests, 65536, ints),
             2048,
         )
 
@@ -230,8 +231,10 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "arch"), PAIRS, ids=str)
-def test_compiles_and_fits(name: str, arch: int | str, monkeypatch: pytest.MonkeyPatch) -> None:
+def launched(
+    call: Callable[[], Any], arch: int | str, monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[Any, Launch]]:
+    """Kernels and launches of a call on a device, each once."""
     recorders = []
     for module, attribute in KERNELS:
         recorder = Recorder(getattr(module, attribute))
@@ -239,14 +242,30 @@ def test_compiles_and_fits(name: str, arch: int | str, monkeypatch: pytest.Monke
         monkeypatch.setattr(module, attribute, recorder)
     for module in (sparse_mla, indexer_logits, topk, records):
         monkeypatch.setattr(module, "target_of", lambda tensor: device_of(arch))
-    CALLS[name]()
+    call()
     launches = {
         (recorder.kernel.__name__, str(launch)): (recorder.kernel, launch)
         for recorder in recorders
         for launch in recorder.launches
     }
     assert launches
-    for kernel, launch in launches.values():
+    return list(launches.values())
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (64, 64), (4096, 1)], ids=str)
+@pytest.mark.parametrize("dtype", [E4M3, BF16], ids=str)
+def test_contexts_may_be_int64(
+    dtype: torch.dtype, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = selection(*shape, 64, 128, FP8, dtype, torch.int64)
+    for kernel, launch in launched(call, 90, monkeypatch):
+        assert launch.types["lengths"] == "*i64"
+        compile_for(90, kernel, launch.types, launch.constants, **launch.options)
+
+
+@pytest.mark.parametrize(("name", "arch"), PAIRS, ids=str)
+def test_compiles_and_fits(name: str, arch: int | str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for kernel, launch in launched(CALLS[name], arch, monkeypatch):
         compiled = compile_for(arch, kernel, launch.types, launch.constants, **launch.options)
         label = f"{kernel.__name__} for {arch}: {launch.options}"
         print(label, compiled.shared, compiled.registers, compiled.spilled)

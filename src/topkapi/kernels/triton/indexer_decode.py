@@ -43,7 +43,7 @@ def _score_stream(
     ).to(DTYPE)  # [GROUP * BLOCK_HEADS, BLOCK_D]
     weight = tl.load(weights + place, mask=there, other=0.0)
     to = row + tl.arange(0, GROUP)
-    lengths_of_all = tl.load(lengths + to, mask=to < last, other=0)  # [GROUP]
+    lengths_of_all = tl.load(lengths + to, mask=to < last, other=0).to(tl.int32)  # [GROUP]
     line = out + (to - first_row).to(tl.int64) * out_stride
     while row < last:
         request = tl.load(request_of_row + row)

@@ -77,7 +77,7 @@ def _longest(lengths, row, stop):
     longest = gl.full([128], 0, gl.int32, layout=FLAT)
     for first in range(row, stop, 128):
         member = first + gl.arange(0, 128, layout=FLAT)
-        length = gl.load(lengths + member, mask=member < stop, other=0)
+        length = gl.load(lengths + member, mask=member < stop, other=0).to(gl.int32)
         longest = gl.maximum(longest, length)
     return gl.max(longest, axis=0)
 
