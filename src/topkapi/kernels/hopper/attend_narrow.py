@@ -35,7 +35,6 @@ from topkapi.kernels.hopper.gather import (
     told_count,
 )
 from topkapi.kernels.hopper.softmax import (
-    LOWEST,
     close,
     counted,
     exponents,
@@ -44,6 +43,7 @@ from topkapi.kernels.hopper.softmax import (
     start_query,
     wait_for_query,
 )
+from topkapi.kernels.triton.softmax import LOWEST
 from topkapi.kernels.triton.zero_unseen import zero_unseen
 
 
@@ -173,11 +173,11 @@ def _compute_first(
     ready, known, loaded, GROUPS: gl.constexpr, H, SPLIT: gl.constexpr, HAS_SINKS: gl.constexpr,
     HAS_CAP: gl.constexpr, FP8: gl.constexpr,
 ):  # fmt: skip
-    start_query(q, row, 0, q_latent.index(0), q_rope.index(0), H, 4)
+    start_query(q, row, 0, q_latent.index(0), q_rope.index(0), H)
     tell_count(slots, K, splits, count, known, latents.shape[1], 1)
     wait_for_query()
     if FP8:
-        shrink_query(q, q_latent.index(0), q_rope.index(0), stretches, 4)
+        shrink_query(q, q_latent.index(0), q_rope.index(0), stretches)
     fence_async_shared()
     gl.thread_barrier()
     mbarrier.arrive(loaded, count=1)

@@ -33,7 +33,6 @@ from topkapi.kernels.hopper.gather import (
 )
 from topkapi.kernels.hopper.softmax import (
     HALF_DIM,
-    LOWEST,
     exponents,
     moved,
     raised,
@@ -42,6 +41,7 @@ from topkapi.kernels.hopper.softmax import (
     store_half,
     wait_for_query,
 )
+from topkapi.kernels.triton.softmax import LOWEST
 from topkapi.kernels.triton.zero_unseen import zero_unseen
 
 
@@ -72,7 +72,7 @@ def _left(
     SCORE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_DIM, 16])
     HEADS: gl.constexpr = gl.SliceLayout(1, SCORE)
-    start_query(q, row, head_block, q_latent.index(0), q_rope.index(0), H, 4)
+    start_query(q, row, head_block, q_latent.index(0), q_rope.index(0), H)
     tell_count(slots, K, splits, count, known, N, 2)
     pairs = told_count(count) // 2
     wait_for_query()

@@ -35,7 +35,6 @@ from topkapi.kernels.hopper.gather import (
 )
 from topkapi.kernels.hopper.softmax import (
     HALF_DIM,
-    LOWEST,
     counted,
     exponents_fp8,
     moved,
@@ -46,6 +45,7 @@ from topkapi.kernels.hopper.softmax import (
     store_half,
     wait_for_query,
 )
+from topkapi.kernels.triton.softmax import LOWEST
 from topkapi.kernels.triton.zero_unseen import zero_unseen
 
 
@@ -86,11 +86,11 @@ def _left(
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_DIM, 16])
     HEADS: gl.constexpr = gl.SliceLayout(1, SCORE)
     weights = ropes._reinterpret(latents.dtype, [2, BLOCK_H, N], ropes.layout)
-    start_query(q, row, head_block, q_latent.index(0), q_rope.index(0), H, 4)
+    start_query(q, row, head_block, q_latent.index(0), q_rope.index(0), H)
     tell_count(slots, K, splits, count, known, N, 2)
     pairs = told_count(count) // 2
     wait_for_query()
-    shrink_query(q, q_latent.index(0), q_rope.index(0), stretches, 4)
+    shrink_query(q, q_latent.index(0), q_rope.index(0), stretches)
     fence_async_shared()
     gl.thread_barrier()
     mbarrier.arrive(loaded, count=1)

@@ -12,6 +12,7 @@ fills its part, and signals that. A filled buffer is
     shifts  [N] fp32  shift (0 where there is none), or -inf where no slot is
     grown   [N] fp32  of fp8 records, 2^shift, or 0
 
+(of `gather_whole` the last two in line `tile % 4`: they are read after the buffer is handed back)
 and holds zeros where there is no slot, so that whatever lies in slot 0 does not matter. Whoever
 waits for it makes it visible to the matrix unit (`fence_async_shared`): in a gathering warp that
 fence would wait for the loads under way.
@@ -27,9 +28,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 LATENT_DIM = tl.constexpr(512)
 ROPE_DIM = tl.constexpr(64)

@@ -1,7 +1,7 @@
 """What lies around the matrix products on sm90: the query, the online softmax, its end.
 
 Shared by `attend_wide`, `attend_wide_fp8` and `attend_narrow`, whose scores have heads in different
-dims: `HEAD` and `TOKEN` say which is which.
+dims: `HEAD` says in which.
 
 fp8 latents arrive as fp16 values times `2^shift` of their own, and the query is made fp16 times
 `stretch`, a power of two of each head; ropes of records stay what they are. With `u` the score in
@@ -25,11 +25,8 @@ from topkapi.kernels.hopper.gather import (
     exponent_of,
     power_of_two,
 )
+from topkapi.kernels.triton.softmax import LN2, LOG2E
 
-LN2 = tl.constexpr(0.6931471805599453)
-LOG2E = tl.constexpr(1.4426950408889634)
-# Stands for -inf as a running maximum: differences of it are never NaN.
-LOWEST = tl.constexpr(-1.0e30)
 # In one instruction; `gl.log2` takes 30 for the last bit.
 LOG2 = tl.constexpr("lg2.approx.f32 $0, $1;")
 # How far, in powers of two, a score may exceed the maximum that weights are relative to before that
@@ -40,12 +37,12 @@ HALF_DIM = tl.constexpr(256)
 
 
 @gluon.jit
-def start_query(q, row, head_block, latent, rope, H, WARPS: gl.constexpr):
+def start_query(q, row, head_block, latent, rope, H):
     """Start copying the heads' query into `latent [BLOCK_H, 512]`, `rope [BLOCK_H, 64]`.
 
     As it is, in q's dtype; zero past H. The same warps finish it.
     """
-    ROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    ROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     BLOCK_H: gl.constexpr = latent.shape[0]
     WIDTH: gl.constexpr = LATENT_DIM + ROPE_DIM
     latent = latent._reinterpret(q.dtype.element_ty, latent.shape, latent.layout)
@@ -72,13 +69,13 @@ def wait_for_query():
 
 
 @gluon.jit
-def shrink_query(q, latent, rope, stretches, WARPS: gl.constexpr):
+def shrink_query(q, latent, rope, stretches):
     """For fp8 records, in its place: the latent in fp16 below 2^9, to be multiplied by `stretches`.
 
     `stretches [BLOCK_H]` are powers of two, one a head. The rope stays in q's dtype and is divided
     by the same, so that both parts' products may be added.
     """
-    ROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    ROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     given = latent._reinterpret(q.dtype.element_ty, latent.shape, latent.layout)
     top = _top(given.slice(0, GROUP_DIM, dim=1).load(ROW))
     for part in gl.static_range(1, GROUPS):

@@ -30,11 +30,7 @@ from topkapi.kernels.triton.sparse_mla_tiles import (
     choose_tile,
     shares_scores,
 )
-from topkapi.kernels.triton.target import (
-    native_fp8,
-    refuse_device,
-    target_of,
-)
+from topkapi.kernels.triton.target import native_fp8, refuse_device, target_of
 from topkapi.layout.latent import LATENT_FP8, latent_layout
 
 TRITON_DTYPE = {

@@ -5,8 +5,9 @@ the longest chain of waiting. So a stretch of a row is held in registers while i
 for, a trial tests two thresholds, and stores keep the layout that the values have. On sm90 and
 later each launch starts while the one before it still runs, and waits where its inputs begin.
 
-A kernel that waits for the one before it (`gdc_wait`, in every program, before anything else is
-read or written) has also waited for all before that one.
+Before `gdc_wait` a program reads only what no launch of this chain writes (lengths, starts, which
+slots a row has), and writes nothing. Every program waits: so a kernel that has waited for the one
+before it has waited for all before that one.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def _least_and_most(least, most, other_least, other_most):
 
 @triton.jit
 def _load_quads(line, begin, end, N: tl.constexpr, ALIGNED: tl.constexpr):
-    """Columns `begin : begin + N` as `[N / 4, 4]`, NaN from `end` on. `begin` is a multiple of 4.
+    """Columns `begin : begin + N` as `[N / 4, 4]`, NaN from `end` on. `begin` is a multiple of 4,
+    or `end`.
 
     ALIGNED: four neighbours are one load, also where the last of them lies past `end`: a row's
     stride is a multiple of four, and 16 bytes at a multiple of 16 are on one page of memory.
