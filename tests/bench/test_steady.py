@@ -46,7 +46,7 @@ def test_sets_are_alike_and_share_nothing(case: BenchCase) -> None:
         of_sets = [tensors(one)[name] for one in sets]
         assert len({one.data_ptr() for one in of_sets}) == 3
         assert {(one.shape, one.dtype) for one in of_sets} == {(value.shape, value.dtype)}
-        if name == "slots" or (name in ("q", "logits", "latent", "keys", "table")):
+        if name in ("slots", "q", "logits", "latent", "keys", "table"):
             assert not torch.equal(of_sets[0], of_sets[1])
             assert not torch.equal(of_sets[0], value)
 

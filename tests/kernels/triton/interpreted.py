@@ -7,7 +7,7 @@ start. The interpreter has no bfloat16: those cases wait for a GPU (tests/gpu).
 from __future__ import annotations
 
 import warnings
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -28,6 +28,7 @@ from topkapi import ops, reference
 from topkapi.attention.index_queries import quantize_index_query
 from topkapi.attention.rope import apply_rope
 from topkapi.attention.step_metadata import StepBuffers, step_metadata
+from topkapi.context import Context
 from topkapi.device import DeviceInfo
 from topkapi.kernels.triton import sparse_mla, topk
 
@@ -267,3 +268,52 @@ def test_topk_whatever_the_sample_says(kind: str, plan: str) -> None:
     got = torch.full((4, 500), -7, dtype=torch.int32)
     topk.launch_topk(logits, lengths, 500, got, plan=PLANS[plan])
     assert torch.equal(got, reference.topk(logits, lengths, 500))
+
+
+@pytest.mark.parametrize("paged", [True, False])
+@pytest.mark.parametrize("kind", ["normal", "ascending", "close", "few numbers"])
+def test_topk_of_few_rows_as_slots(kind: str, paged: bool) -> None:
+    """Rows 1 to 4 of a context whose last row is padding."""
+    lengths = torch.tensor([1, LONG, 1025, 499, 0], dtype=torch.int32)
+    context = Context(
+        lengths=lengths,
+        request_of_row=torch.tensor([0, 1, 2, 0, 0], dtype=torch.int32),
+        cu_seqlens_q=torch.tensor([0, 1, 2, 3], dtype=torch.int32),
+        max_length=LONG,
+        max_seq_len_q=1,
+        table=torch.randperm(4 * LONG).int().view(4, LONG) if paged else None,
+        table_rows=torch.tensor([3, 0, 2]) if paged else None,
+        starts=None if paged else torch.tensor([7, 20000, 3]),
+    )
+    logits = long_rows(kind)
+    plan = PLANS["four stretches held"]
+    got = torch.full((4, 500), -7, dtype=torch.int32)
+    topk.launch_topk(logits, lengths[1:], 500, got, plan=plan, slots_of=context, first_row=1)
+    chosen = torch.full((5, 500), -1)
+    chosen[1:] = reference.topk(logits, lengths[1:], 500)
+    assert torch.equal(got, context.slots(chosen)[1:])
+
+
+@pytest.mark.parametrize("starting", [False, True])
+def test_topk_of_few_rows_that_lie_anywhere(starting: bool) -> None:
+    """A row's stride is odd, and it may begin within its columns. Around what is held, and k."""
+    logits = torch.randn(5, LONG + 1, generator=torch.Generator().manual_seed(5))
+    lengths = torch.tensor([LONG - 700, 1025, 1024, 501, 500], dtype=torch.int32)
+    starts = torch.tensor([701, 3, 2, 1, 0], dtype=torch.int32) if starting else None
+    got = torch.full((5, 500), -7, dtype=torch.int32)
+    plan = replace(PLANS["four stretches held"], programs=20)
+    topk.launch_topk(logits, lengths, 500, got, plan=plan, starts=starts)
+    assert torch.equal(got, reference.topk(logits, lengths, 500, starts=starts))
+
+
+def test_topk_of_a_row_as_an_h200_takes_it() -> None:
+    """As many programs, as large lists and samples."""
+    h200 = DeviceInfo("cuda", 90, "sm90", 132, 227 * 1024, has_triton=True)
+    width, k = 32769, 2048
+    plan = topk.choose_plan(h200, 1, width, k)
+    assert plan.few
+    logits = torch.randn(1, width, generator=torch.Generator().manual_seed(6))
+    lengths = torch.tensor([width], dtype=torch.int32)
+    got = torch.full((1, k), -7, dtype=torch.int32)
+    topk.launch_topk(logits, lengths, k, got, plan=plan)
+    assert torch.equal(got, reference.topk(logits, lengths, k))

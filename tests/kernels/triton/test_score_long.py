@@ -11,11 +11,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from kernels.hopper.test_aot import machine_code
-from kernels.triton.aot import SHARED_MEMORY, compile_for
+from kernels.triton.aot import SHARED_MEMORY, compile_for, machine_code
 from kernels.triton.test_aot import BF16, E4M3, F32, FP8, Recorder, device_of, meta, meta_context
 from topkapi.kernels.triton import indexer_logits
 from topkapi.kernels.triton.indexer_logits import LONG, fits_long, launch_scores
+from topkapi.kernels.triton.indexer_logits_long import rows_of
 
 # Bytes of stack a thread that the kernel may use: a few places, of some seven hundred instructions.
 STACK = 192
@@ -84,6 +84,15 @@ def test_what_the_copy_engine_cannot_read_goes_elsewhere() -> None:
     assert not fits_long(rows[1:-7].view(4, 64, 128), weights, 65536)
     assert not fits_long(rows[8:].view(4, 64, 128), weights.double(), 65536)
     assert not fits_long(rows[8:].view(4, 64, 128), torch.zeros(257)[1:].view(4, 64), 65536)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 95, 97, 191, 192, 512, 513, 4096, 70001])
+@pytest.mark.parametrize("tiles", [11, 171, 342])
+def test_rows_of_a_program(rows: int, tiles: int) -> None:
+    """Whole steps of up to four rows, and enough of them to be worth gathering the keys for."""
+    each = rows_of(132, tiles, rows)
+    assert each % 4 == 0
+    assert min(rows, 96) <= each <= 512
 
 
 @pytest.mark.parametrize("fill", [True, False])
