@@ -19,6 +19,7 @@ from cases import (
     poisoned_memory,
 )
 from topkapi import ops, reference
+from topkapi.context import Context
 from where import DEVICE
 
 pytestmark = pytest.mark.any_device
@@ -86,3 +87,28 @@ def test_gather_latent(case: RecordCase, dtype: torch.dtype) -> None:
     case.compare("gathered", got, want)
     assert got.shape == (case.tokens + 2, case.latent + case.rope)
     assert not got[[0, -1]].any(), "slot -1 must give zeros, though slot 0 holds NaN"
+
+
+@pytest.mark.parametrize("kernel", ["auto", "torch"])
+@pytest.mark.parametrize("paged", [False, True])
+def test_rows_of_no_request_see_nothing(kernel: str, paged: bool) -> None:
+    """Padding alone, as in a step that only keeps other ranks company: no table to look into."""
+    none = torch.empty(0, dtype=torch.int32, device=DEVICE)
+    context = Context(
+        lengths=torch.zeros(5, dtype=torch.int32, device=DEVICE),
+        request_of_row=torch.zeros(5, dtype=torch.int32, device=DEVICE),
+        cu_seqlens_q=torch.zeros(1, dtype=torch.int32, device=DEVICE),
+        max_seq_len_q=1,
+        max_length=40,
+        **({"table": none.view(0, 40), "table_rows": none} if paged else {"starts": none}),
+    )
+    q, weights = torch.randn(5, 4, 64, device=DEVICE), torch.randn(5, 4, device=DEVICE)
+    cache = torch.randn(100, 64, device=DEVICE)
+    with poisoned_memory():
+        logits = ops.indexer_logits(q, weights, cache, context, kernel=kernel)
+        slots = ops.select(q, weights, cache, context, 7, kernel=kernel)
+    assert logits.shape == (5, 40)
+    assert (logits == float("-inf")).all()
+    assert slots.shape == (5, 7)
+    assert slots.dtype == torch.int32
+    assert (slots == -1).all()

@@ -49,6 +49,9 @@ def indexer_logits(
         context=context.max_length,
     )
     launch = OPS["indexer_logits"].choose(problem, kernel).launch
+    if context.num_requests == 0:
+        # Padding alone: there is no request whose addresses a kernel could look up.
+        return torch.full((q.shape[0], context.max_length), float("-inf"), device=q.device)
     return cast("torch.Tensor", launch(q, weights, index_cache, context.contiguous()))
 
 
@@ -135,6 +138,8 @@ def select(
         features=frozenset({"batch_invariant"} if batch_invariant else ()),
     )
     launch = OPS["select"].choose(problem, kernel).launch
+    if context.num_requests == 0:
+        return torch.full((q.shape[0], k), -1, dtype=torch.int32, device=q.device)
     context = context.contiguous()
     positions = launch(
         q, weights, index_cache, context, k, output=output, budget_bytes=budget_bytes
