@@ -77,8 +77,8 @@ def _sgl_kernel() -> Prefill:
 
 
 def _vllm() -> Prefill:
-    # Its kernels for 8, 16 and 32 heads are slower than 64 heads of which most are zero: 2663
-    # against 2156 us for 4096 rows of 16 heads, 194 against 70 for one row (H200, 2026-11-30).
+    # Its kernels for 8, 16 and 32 heads are slower than 64 heads of which most are zero
+    # (docs/kernels/external.md).
     load_library("vllm", "_flashmla_C*.so")
     return Prefill(_raw(torch.ops._flashmla_C.sparse_prefill_fwd, (None,)), (64, 128))
 

@@ -281,7 +281,8 @@ def launch_topk(
     def scratch(size: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(1 if short else size, dtype=dtype, device=logits.device)
 
-    words = scratch(plan.programs * (plan.block // 32), torch.int32)
+    # The kernels of few rows keep no bits.
+    words = scratch(0 if plan.few else plan.programs * (plan.block // 32), torch.int32)
     values = scratch(plan.programs * plan.limit, torch.float32)
     positions = scratch(plan.programs * plan.limit, torch.int32)
     aligned = logits.stride(0) % 4 == 0 and logits.data_ptr() % 16 == 0 and starts is None
