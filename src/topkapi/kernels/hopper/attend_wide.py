@@ -34,11 +34,12 @@ from topkapi.kernels.hopper.gather import (
 from topkapi.kernels.hopper.softmax import (
     HALF_DIM,
     exponents,
-    moved,
     raised,
     rescale,
+    share_weights,
     start_query,
     store_half,
+    total_of_both,
     wait_for_query,
 )
 from topkapi.kernels.triton.softmax import LOWEST
@@ -91,13 +92,10 @@ def _left(
         score, rate = _scores(
             q_latent, q_rope, latents, ropes, shifts, even, even, scale, cap, SCORE, HAS_CAP,
         )  # fmt: skip
-        new_best = moved(best, gl.max(score, axis=1) * rate, raises.index(0))
-        weight = gl.exp2(score * rate - new_best[:, None])
-        ropes.index(even).store(weight.to(ropes.dtype))
-        bests.index(0).store(new_best)
-        fence_async_shared()
-        gl.thread_barrier()
-        mbarrier.arrive(ready.index(0), count=1)
+        weight, new_best = share_weights(
+            score, rate, best, ropes.index(even), bests.index(0), raises.index(0),
+            ready.index(0),
+        )  # fmt: skip
         if raised(raises.index(0)):
             sums, total = rescale(sums, total, best, new_best, OUT)
         best = new_best
@@ -122,11 +120,7 @@ def _left(
     # The first two tiles are filled in any case.
     if pairs == 0:
         mbarrier.wait(full.index(0), 0)
-    sides.index(0).store(total)
-    gl.thread_barrier()
-    mbarrier.arrive(closed.index(0), count=1)
-    mbarrier.wait(closed.index(1), 0)
-    total += sides.index(1).load(HEADS)
+    total = total_of_both(total, sides, closed, 0, HEADS)
     store_half(
         sums, total, best, sinks, out, lse, row, head_block, rows_stride, latents.index(0), HEADS,
         OUT, 0, H, SPLIT, HAS_SINKS,
@@ -165,13 +159,10 @@ def _right(
             best = new_best
         values = latents.index(even).slice(HALF_DIM, HALF_DIM, dim=1)
         sums = warpgroup_mma(ropes.index(even), values, sums, is_async=True)
-        new_best = moved(best, gl.max(score, axis=1) * rate, raises.index(1))
-        weight = gl.exp2(score * rate - new_best[:, None])
-        ropes.index(odd).store(weight.to(ropes.dtype))
-        bests.index(1).store(new_best)
-        fence_async_shared()
-        gl.thread_barrier()
-        mbarrier.arrive(ready.index(1), count=1)
+        weight, new_best = share_weights(
+            score, rate, best, ropes.index(odd), bests.index(1), raises.index(1),
+            ready.index(1),
+        )  # fmt: skip
         sums = warpgroup_mma_wait(0, deps=[sums])
         gl.thread_barrier()
         mbarrier.arrive(empty.index(0), count=1)
@@ -187,11 +178,7 @@ def _right(
 
     if pairs == 0:
         mbarrier.wait(full.index(1), 0)
-    sides.index(1).store(total)
-    gl.thread_barrier()
-    mbarrier.arrive(closed.index(1), count=1)
-    mbarrier.wait(closed.index(0), 0)
-    total += sides.index(0).load(HEADS)
+    total = total_of_both(total, sides, closed, 1, HEADS)
     store_half(
         sums, total, best, sinks, out, lse, row, head_block, rows_stride, latents.index(1), HEADS,
         OUT, HALF_DIM, H, SPLIT, HAS_SINKS,

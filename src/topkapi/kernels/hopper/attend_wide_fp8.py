@@ -37,12 +37,13 @@ from topkapi.kernels.hopper.softmax import (
     HALF_DIM,
     counted,
     exponents_fp8,
-    moved,
     raised,
     rescale,
+    share_weights,
     shrink_query,
     start_query,
     store_half,
+    total_of_both,
     wait_for_query,
 )
 from topkapi.kernels.triton.softmax import LOWEST
@@ -112,13 +113,10 @@ def _left(
             score, q_rope, stretches, ropes, grown, shifts, even, even, line, scale, cap, SCORE,
             HAS_CAP,
         )  # fmt: skip
-        new_best = moved(best, gl.max(score, axis=1), raises.index(0))
-        weight = gl.exp2(score - new_best[:, None])
-        weights.index(even).store(weight.to(latents.dtype))
-        bests.index(0).store(new_best)
-        fence_async_shared()
-        gl.thread_barrier()
-        mbarrier.arrive(ready.index(0), count=1)
+        weight, new_best = share_weights(
+            score, 1.0, best, weights.index(even), bests.index(0), raises.index(0),
+            ready.index(0),
+        )  # fmt: skip
         if raised(raises.index(0)):
             sums, total = rescale(sums, total, best, new_best, OUT)
         best = new_best
@@ -148,11 +146,7 @@ def _left(
         mbarrier.arrive(empty.index(1), count=1)
         score = warpgroup_mma_wait(0, deps=[score])
 
-    sides.index(0).store(total)
-    gl.thread_barrier()
-    mbarrier.arrive(closed.index(0), count=1)
-    mbarrier.wait(closed.index(1), 0)
-    total += sides.index(1).load(HEADS)
+    total = total_of_both(total, sides, closed, 0, HEADS)
     store_half(
         sums, total, best, sinks, out, lse, row, head_block, rows_stride, latents.index(0), HEADS,
         OUT, 0, H, SPLIT, HAS_SINKS,
@@ -199,13 +193,10 @@ def _right(
             score, q_rope, stretches, ropes, grown, shifts, even, odd, line, scale, cap, SCORE,
             HAS_CAP,
         )  # fmt: skip
-        new_best = moved(best, gl.max(score, axis=1), raises.index(1))
-        weight = gl.exp2(score - new_best[:, None])
-        weights.index(odd).store(weight.to(latents.dtype))
-        bests.index(1).store(new_best)
-        fence_async_shared()
-        gl.thread_barrier()
-        mbarrier.arrive(ready.index(1), count=1)
+        weight, new_best = share_weights(
+            score, 1.0, best, weights.index(odd), bests.index(1), raises.index(1),
+            ready.index(1),
+        )  # fmt: skip
         if raised(raises.index(1)):
             sums, total = rescale(sums, total, best, new_best, OUT)
         best = new_best
@@ -217,11 +208,7 @@ def _right(
         share = counted(weight, grown.index(line).load(gl.SliceLayout(0, SCORE)), 0)
         total = total + gl.sum(share, axis=1)
 
-    sides.index(1).store(total)
-    gl.thread_barrier()
-    mbarrier.arrive(closed.index(1), count=1)
-    mbarrier.wait(closed.index(0), 0)
-    total += sides.index(0).load(HEADS)
+    total = total_of_both(total, sides, closed, 1, HEADS)
     store_half(
         sums, total, best, sinks, out, lse, row, head_block, rows_stride, latents.index(1), HEADS,
         OUT, HALF_DIM, H, SPLIT, HAS_SINKS,

@@ -4,10 +4,11 @@ Shared by `attend_wide`, `attend_wide_fp8` and `attend_narrow`, whose scores hav
 dims: `HEAD` says in which.
 
 fp8 latents arrive as fp16 values times `2^shift` of their own, and the query is made fp16 times
-`stretch`, a power of two of each head; ropes of records stay what they are. With `u` the score in
-powers of two, a record's weight in the output is `2^(u + shift - best)`, `best` the running maximum
-of `u + shift`, and its weight in the denominator `2^(u - best)`: no weight is above one, whatever
-the records' magnitudes.
+`stretch`, a power of two of each head, by which its rope is divided; ropes of records stay what
+they are. With `u` the score in powers of two, a record's weight in the output is
+`2^(u + shift - best)`, `best` the running maximum of `u + shift`, and its weight in the denominator
+`2^(u - best)`: no weight is above one, whatever the records' magnitudes. With 64 heads a program
+`best` may lie SLACK behind that maximum, and no weight is above `2^SLACK`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from topkapi.kernels.hopper.gather import (
     GROUP_DIM,
@@ -131,21 +133,29 @@ def counted(weight, grown, HEAD: gl.constexpr):
 
 
 @gluon.jit
-def moved(best, top, raises):
-    """What 64 heads' weights are relative to: `best`, or `top` where that is more than SLACK above.
+def share_weights(score, rate, best, weights, bests, raises, ready):
+    """Of two sides, each of which scores every other tile: this one's weights, for both.
 
-    Rarely anything moves, and the sums need no factor then. Noted in `raises [4]`, a warp's heads
-    each.
+    Returns weights and what 64 heads' are relative to: `best`, or the tile's maximum where that is
+    more than SLACK above. Rarely anything moves, and the sums need no factor then; noted in `raises
+    [4]`, a warp's heads each.
     """
+    top = gl.max(score, axis=1) * rate
     new_best = gl.where(top > best + SLACK, top, best)
     by_warp = gl.reshape(gl.where(new_best != best, 1.0, 0.0), [4, best.shape[0] // 4])
     raises.store(gl.max(by_warp, axis=1))
-    return new_best
+    weight = gl.exp2(score * rate - new_best[:, None])
+    weights.store(weight.to(weights.dtype))
+    bests.store(new_best)
+    fence_async_shared()
+    gl.thread_barrier()
+    mbarrier.arrive(ready, count=1)
+    return weight, new_best
 
 
 @gluon.jit
 def raised(raises):
-    """Whether `moved` noted anything; the same in all warps."""
+    """Whether `share_weights` noted anything; the same in all warps."""
     return gl.max(raises.load(gl.BlockedLayout([4], [32], [4], [0])), axis=0) > 0.0
 
 
@@ -154,6 +164,16 @@ def rescale(sums, total, best, new_best, OUT: gl.constexpr):
     """Sums and total relative to `new_best`."""
     shrink = gl.exp2(best - new_best)
     return sums * gl.convert_layout(shrink, gl.SliceLayout(1, OUT))[:, None], total * shrink
+
+
+@gluon.jit
+def total_of_both(total, sides, closed, SIDE: gl.constexpr, HEADS: gl.constexpr):
+    """The denominator of both sides' tiles, when both have used all of them."""
+    sides.index(SIDE).store(total)
+    gl.thread_barrier()
+    mbarrier.arrive(closed.index(SIDE), count=1)
+    mbarrier.wait(closed.index(1 - SIDE), 0)
+    return total + sides.index(1 - SIDE).load(HEADS)
 
 
 @gluon.jit
