@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed import HashStore
 
 from engine.forked_ranks import Forked, fork, start_forked
 from peers.tiny_models import BY_NAME, TOPK
@@ -23,7 +25,7 @@ from topkapi.engine import parallel, runner
 from topkapi.engine.llm import LLM
 from topkapi.engine.parallel import RemoteEngine
 from topkapi.engine.parallel_runner import CheckedBackend, checksum
-from topkapi.engine.ranks import Message
+from topkapi.engine.ranks import Failure, FailureReport, Message
 from topkapi.engine.request import RequestOutput, SamplingParams
 from topkapi.engine.step_plan import StepPlan
 from topkapi.errors import (
@@ -285,6 +287,32 @@ class TestFaults:
             os.kill(pids_of(llm)[1], signal.SIGKILL)
             with pytest.raises(ParallelError, match="rank 1 was killed by SIGKILL"):
                 answers(llm)
+
+    def test_a_rank_whose_death_shows_later_than_what_it_broke(self) -> None:
+        """The kernel closes a process's connections before it can be waited for."""
+
+        class Rank:
+            def __init__(self, *codes: int | None) -> None:
+                self.codes = list(codes)
+
+            def poll(self) -> int | None:
+                return self.codes.pop(0) if len(self.codes) > 1 else self.codes[0]
+
+        def diagnose(*processes: Rank) -> tuple[Failure | None, tuple[int, str] | None]:
+            store = HashStore()
+            with suppress(RuntimeError), FailureReport(store, 0):
+                raise RuntimeError("connection reset by peer")
+            ranks = object.__new__(parallel._Ranks)
+            ranks.processes = list(processes)  # type: ignore[arg-type]
+            return ranks.diagnose(store)
+
+        failure, killed = diagnose(Rank(None), Rank(None, None, -signal.SIGKILL))
+        assert failure is not None
+        assert killed == (1, "SIGKILL")
+        failure, killed = diagnose(Rank(None, 1), Rank(None))
+        assert failure is not None
+        assert failure.message == "connection reset by peer"
+        assert killed is None
 
     def test_a_rank_that_hangs(self, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         fault_on(monkeypatch, 1, hang)

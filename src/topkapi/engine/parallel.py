@@ -46,6 +46,9 @@ _MAIN = "from topkapi.engine.rank import main; main()"
 # How long ranks may take to leave when asked, and to say why one of them failed.
 _LEAVE = 10.0
 _GRACE = 3.0
+# How much longer, once a failure is reported: a rank that is killed loses its connections, which
+# others report, before its death can be seen.
+_SETTLE = 0.3
 
 
 def rank_spec(
@@ -319,9 +322,8 @@ class _Ranks:
                 code = process.poll()
                 if code is not None and code < 0 and code != -signal.SIGABRT:
                     return failure, (rank, signal.Signals(-code).name)
-            failure = Failure.read(store)
-            if failure is not None:
-                break
+            if failure is None and (failure := Failure.read(store)) is not None:
+                end = min(end, time.monotonic() + _SETTLE)
             time.sleep(0.02)
         aborted = [r for r, p in enumerate(self.processes) if p.poll() == -signal.SIGABRT]
         if failure is None and aborted:
