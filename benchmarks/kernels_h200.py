@@ -216,8 +216,8 @@ def variants() -> Iterator[Variant]:
         for heads in (128, 16):
             for rows in (1, 8, 32, 64, 128):
                 yield mla("mla_decode", rows, heads, 65536, cache, per_request=True)
-    narrow = hopper.choose_tile(16, fp8=True)
     for cache in (fp8, bf16):
+        narrow = hopper.choose_tile(16, fp8=cache is fp8)
         for rows, most in ((1, 32), (8, 32), (32, 16), (64, 8), (128, 4)):
             for splits in (most, most // 2, most // 4):
                 yield mla("mla_decode_splits", rows, 16, 65536, cache, narrow, splits, True)

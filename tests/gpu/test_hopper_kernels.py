@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -111,13 +112,17 @@ def test_int64_slots_and_a_query_anywhere(heads: int, cache: torch.dtype) -> Non
 def test_lengths_do_not_compile() -> None:
     from topkapi.kernels.hopper import sparse_mla
 
-    kernels = sparse_mla.attend_wide, sparse_mla.attend_wide_fp8, sparse_mla.attend_narrow
+    kernels = (
+        sparse_mla.attend_wide, sparse_mla.attend_wide_fp8, sparse_mla.attend_narrow,
+        sparse_mla.attend_narrow_fp8,
+    )  # fmt: skip
 
     def compiled() -> int:
         return sum(len(kernel.device_caches[0][0]) for kernel in kernels)
 
-    kv_cache = torch.randn(9000, 1, 576, device=DEVICE).bfloat16()
-    for heads in (16, 128):
+    records = torch.randn(9000, 1, 576, device=DEVICE).bfloat16()
+    quantised = torch.zeros(9000, 1, 656, dtype=FP8, device=DEVICE)
+    for heads, kv_cache in product((16, 128), (records, quantised)):
         before = 0
         for index in range(50):
             rows, k = 1 + index % 7 + 150 * (index % 2), 2048

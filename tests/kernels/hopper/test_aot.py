@@ -16,6 +16,8 @@ from kernels.triton.test_aot import BF16, FP8, Recorder, device_of, meta
 from topkapi.kernels.hopper import sparse_mla
 from topkapi.layout.latent import latent_layout
 
+KERNELS = ("attend_wide", "attend_wide_fp8", "attend_narrow", "attend_narrow_fp8")
+
 # Bytes of stack a thread that a kernel may use: the gathering warps beside 128 sums a thread spill.
 STACK = 256
 
@@ -27,6 +29,8 @@ LAUNCHES = {
     "decode, 8 heads, fp8": (8, 8, FP8, {}),
     "prefill, 8 heads, fp8": (4096, 8, FP8, {}),
     "decode, 8 heads": (8, 8, BF16, {}),
+    "prefill, 32 heads": (4096, 32, BF16, {}),
+    "decode, 20 heads, fp8, sinks and cap": (8, 20, FP8, {"logit_cap": 30.0}),
 }
 
 
@@ -36,7 +40,7 @@ def test_compiles_fits_and_overlaps(
 ) -> None:
     rows, heads, cache, options = LAUNCHES[name]
     recorders = []
-    for attribute in ("attend_wide", "attend_wide_fp8", "attend_narrow"):
+    for attribute in KERNELS:
         recorder = Recorder(getattr(sparse_mla, attribute))
         recorders.append(recorder)
         monkeypatch.setattr(sparse_mla, attribute, recorder)
@@ -73,7 +77,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, tuple[Any, ...]]]:
         def __getitem__(self, grid: Any) -> Any:
             return lambda *args, **_: seen.append((grid, args))
 
-    for attribute in ("attend_wide", "attend_wide_fp8", "attend_narrow"):
+    for attribute in KERNELS:
         monkeypatch.setattr(sparse_mla, attribute, Kernel())
     monkeypatch.setattr(sparse_mla, "target_of", lambda tensor: device_of(90))
     monkeypatch.setattr(sparse_mla.portable, "combine", lambda *args, **kwargs: None)

@@ -1,11 +1,11 @@
-"""sm90 attention for 16 or 32 heads a program: who works when, and on which operand.
+"""sm90 attention for up to 32 heads over records in the query's dtype: who works when, on what.
 
-One partition gathers, or two that take half of each fp8 tile's tokens each. One warp group
-computes, or for 16 heads two, which take the tiles in turn:
+One partition gathers; one warp group computes, or for up to 16 heads two, which take the tiles in
+turn:
 
-    gathering | fill tile i + 2 ...... | load the next into registers, fill tile i + 3 ..... |
-    first     | scores i | softmax i | output i | scores i + 2 ...                           |
-    second              | scores i + 1 | softmax i + 1 | output i + 1 | scores i + 3 ...     |
+    gathering | fill tile i + 2 ...... | fill tile i + 3 ..... |
+    first     | scores i | softmax i | output i | scores i + 2 ...
+    second              | scores i + 1 | softmax i + 1 | output i + 1 | scores i + 3 ...
 
 Tokens, and then dims, are the 64 rows that a matrix instruction needs, heads its columns, so that
 few heads waste nothing. Programs that share a row take its tiles in turn, so where they begin does
@@ -24,35 +24,27 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_wait
 
+from topkapi.kernels.hopper.finish import finish, kept
 from topkapi.kernels.hopper.gather import (
     COPIED,
     LATENT_DIM,
     ROPE_DIM,
     copy,
-    gather_half,
     tell_count,
     told_count,
 )
-from topkapi.kernels.hopper.softmax import (
-    close,
-    counted,
-    exponents,
-    exponents_fp8,
-    shrink_query,
-    start_query,
-    wait_for_query,
-)
+from topkapi.kernels.hopper.softmax import exponents, start_query, wait_for_query
 from topkapi.kernels.triton.softmax import LOWEST
 from topkapi.kernels.triton.zero_unseen import zero_unseen
 
 
 @gluon.jit
 def _compute(
-    sinks, out, lse, row, rows_stride, scale, cap, q_latent, q_rope, stretches, latents, ropes,
-    grown, shifts, weights, bests, totals_kept, count, full, empty, ready, FIRST: gl.constexpr,
-    GROUPS: gl.constexpr, H, SPLIT: gl.constexpr, HAS_SINKS: gl.constexpr,
-    HAS_CAP: gl.constexpr, FP8: gl.constexpr,
+    sinks, out, lse, row, rows_stride, scale, cap, q_latent, q_rope, latents, ropes, shifts,
+    weights, bests, totals_kept, count, full, empty, ready, FIRST: gl.constexpr,
+    GROUPS: gl.constexpr, H, SPLIT: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_CAP: gl.constexpr,
 ):  # fmt: skip
     """Scores, softmax and output of tiles FIRST, FIRST + GROUPS, ..., and the group's end."""
     BLOCK_H: gl.constexpr = q_latent.shape[1]
@@ -61,8 +53,6 @@ def _compute(
     HEADS: gl.constexpr = gl.SliceLayout(0, SCORE)
     TOKENS: gl.constexpr = gl.SliceLayout(1, SCORE)
     weights = weights.index(FIRST)
-    if FP8:
-        stretch = stretches.load(HEADS)
     best = gl.full([BLOCK_H], LOWEST, gl.float32, layout=HEADS)
     # Summed over tokens at the end: one pass across the warps less in each tile.
     totals = gl.full([N, BLOCK_H], 0.0, gl.float32, layout=SCORE)
@@ -79,23 +69,15 @@ def _compute(
         shift = shifts.index(stage).load(TOKENS)
         query = q_latent.index(origin).permute((1, 0))
         score = warpgroup_mma(ropes.index(stage), rope, zero, use_acc=False, is_async=True)
-        if FP8:
-            of_latent = warpgroup_mma(latent, query, zero, use_acc=False, is_async=True)
-            score, of_latent = warpgroup_mma_wait(0, deps=[score, of_latent])
-            of_tile = grown.index(stage).load(TOKENS)
-            score = of_latent * of_tile[:, None] + score
-            score = exponents_fp8(score, stretch, shift, scale, cap, 1, HAS_CAP)
-            rate = 1.0
-        else:
-            score = warpgroup_mma(latent, query, score, is_async=True)
-            score = warpgroup_mma_wait(0, deps=[score])
-            score, rate = exponents(score, shift, scale, cap, 1, HAS_CAP)
+        score = warpgroup_mma(latent, query, score, is_async=True)
+        score = warpgroup_mma_wait(0, deps=[score])
+        score, rate = exponents(score, shift, scale, cap, 1, HAS_CAP)
         new_best = gl.maximum(best, gl.max(score, axis=0) * rate)
         weight = gl.exp2(score * rate - new_best[None, :])
         weights.store(weight.to(weights.dtype))
         shrink = gl.exp2(best - new_best)[None, :]
         best = new_best
-        totals = totals * shrink + (counted(weight, of_tile, 1) if FP8 else weight)
+        totals = totals * shrink + weight
         sums = sums * shrink
         fence_async_shared()
         gl.thread_barrier()
@@ -108,7 +90,7 @@ def _compute(
     # The first two tiles are filled in any case, and this group's results go where its tiles were.
     if tiles <= FIRST:
         mbarrier.wait(full.index(FIRST), 0)
-    _kept(latents, FIRST, BLOCK_H).permute((1, 0)).store(sums)
+    kept(latents, FIRST, BLOCK_H).permute((1, 0)).store(sums)
     bests.index(FIRST).store(best)
     # What each warp's tokens add up to.
     by_warp = gl.sum(gl.reshape(totals, [4, N // 4, BLOCK_H]), axis=1)
@@ -117,88 +99,42 @@ def _compute(
     if GROUPS == 2:
         mbarrier.arrive(ready, count=1)
         mbarrier.wait(ready, 0)
-    _finish(
+    finish(
         sinks, out, lse, row, rows_stride, latents, bests, totals_kept, FIRST, GROUPS, H, SPLIT,
         HAS_SINKS,
     )  # fmt: skip
 
 
 @gluon.jit
-def _kept(latents, GROUP: gl.constexpr, BLOCK_H: gl.constexpr):
-    """Where a group leaves its sums, `[BLOCK_H, 512]` fp32, so that heads are read in one piece."""
-    TURNED: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
-    return latents.index(GROUP)._reinterpret(gl.float32, [BLOCK_H, LATENT_DIM], TURNED)
-
-
-@gluon.jit
-def _finish(
-    sinks, out, lse, row, rows_stride, latents, bests, totals_kept, GROUP: gl.constexpr,
-    GROUPS: gl.constexpr, H, SPLIT: gl.constexpr, HAS_SINKS: gl.constexpr,
-):  # fmt: skip
-    """Merge what the groups left, and store the results of this group's share of the heads."""
-    BLOCK_H: gl.constexpr = bests.shape[1]
-    EACH: gl.constexpr = BLOCK_H // GROUPS
-    FIRST: gl.constexpr = GROUP * EACH
-    READ: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
-    HEADS: gl.constexpr = gl.SliceLayout(1, READ)
-    best = bests.index(0).slice(FIRST, EACH, dim=0).load(HEADS)
-    total = gl.sum(totals_kept.index(0).slice(FIRST, EACH, dim=0).load(READ), axis=1)
-    rate = gl.full([EACH], 1.0, gl.float32, layout=HEADS)
-    other_rate = rate
-    if GROUPS == 2:
-        other = bests.index(1).slice(FIRST, EACH, dim=0).load(HEADS)
-        new_best = gl.maximum(best, other)
-        rate, other_rate = gl.exp2(best - new_best), gl.exp2(other - new_best)
-        best = new_best
-        other = gl.sum(totals_kept.index(1).slice(FIRST, EACH, dim=0).load(READ), axis=1)
-        total = total * rate + other * other_rate
-    head = FIRST + gl.arange(0, EACH, layout=HEADS)
-    inverse, logarithm = close(total, best, sinks, head, H, SPLIT, HAS_SINKS)
-    result = _kept(latents, 0, BLOCK_H).slice(FIRST, EACH, dim=0).load(READ)
-    result *= (rate * inverse)[:, None]
-    if GROUPS == 2:
-        others = _kept(latents, 1, BLOCK_H).slice(FIRST, EACH, dim=0).load(READ)
-        result += others * (other_rate * inverse)[:, None]
-    place = gl.program_id(1).to(gl.int64) * rows_stride + row * H + head
-    dim = gl.arange(0, LATENT_DIM, layout=gl.SliceLayout(0, READ))
-    pointers = out + place[:, None] * LATENT_DIM + dim[None, :]
-    gl.store(pointers, result.to(out.dtype.element_ty), mask=(head < H)[:, None])
-    gl.store(lse + place, logarithm, mask=head < H)
-
-
-@gluon.jit
 def _compute_first(
-    slots, K, splits, q, sinks, out, lse, row, rows_stride, scale, cap, q_latent, q_rope,
-    stretches, latents, ropes, grown, shifts, weights, bests, totals_kept, count, full, empty,
-    ready, known, loaded, GROUPS: gl.constexpr, H, SPLIT: gl.constexpr, HAS_SINKS: gl.constexpr,
-    HAS_CAP: gl.constexpr, FP8: gl.constexpr,
+    slots, K, splits, q, sinks, out, lse, row, rows_stride, scale, cap, q_latent, q_rope, latents,
+    ropes, shifts, weights, bests, totals_kept, count, full, empty, ready, known, loaded,
+    GROUPS: gl.constexpr, H, SPLIT: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_CAP: gl.constexpr,
 ):  # fmt: skip
     start_query(q, row, 0, q_latent.index(0), q_rope.index(0), H)
     tell_count(slots, K, splits, count, known, latents.shape[1], 1)
     wait_for_query()
-    if FP8:
-        shrink_query(q, q_latent.index(0), q_rope.index(0), stretches)
     fence_async_shared()
     gl.thread_barrier()
     mbarrier.arrive(loaded, count=1)
     _compute(
-        sinks, out, lse, row, rows_stride, scale, cap, q_latent, q_rope, stretches, latents, ropes,
-        grown, shifts, weights, bests, totals_kept, count, full, empty, ready, 0, GROUPS, H, SPLIT,
-        HAS_SINKS, HAS_CAP, FP8,
+        sinks, out, lse, row, rows_stride, scale, cap, q_latent, q_rope, latents, ropes, shifts,
+        weights, bests, totals_kept, count, full, empty, ready, 0, GROUPS, H, SPLIT, HAS_SINKS,
+        HAS_CAP,
     )  # fmt: skip
 
 
 @gluon.jit
 def _compute_second(
-    sinks, out, lse, row, rows_stride, scale, cap, q_latent, q_rope, stretches, latents, ropes,
-    grown, shifts, weights, bests, totals_kept, count, full, empty, ready, loaded, H,
-    SPLIT: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_CAP: gl.constexpr, FP8: gl.constexpr,
+    sinks, out, lse, row, rows_stride, scale, cap, q_latent, q_rope, latents, ropes, shifts,
+    weights, bests, totals_kept, count, full, empty, ready, loaded, H, SPLIT: gl.constexpr,
+    HAS_SINKS: gl.constexpr, HAS_CAP: gl.constexpr,
 ):  # fmt: skip
     mbarrier.wait(loaded, 0)
     _compute(
-        sinks, out, lse, row, rows_stride, scale, cap, q_latent, q_rope, stretches, latents, ropes,
-        grown, shifts, weights, bests, totals_kept, count, full, empty, ready, 1, 2, H, SPLIT,
-        HAS_SINKS, HAS_CAP, FP8,
+        sinks, out, lse, row, rows_stride, scale, cap, q_latent, q_rope, latents, ropes, shifts,
+        weights, bests, totals_kept, count, full, empty, ready, 1, 2, H, SPLIT, HAS_SINKS,
+        HAS_CAP,
     )  # fmt: skip
 
 
@@ -207,10 +143,13 @@ def attend_narrow(
     q, kv, slots, sinks, out, lse, K, slots_stride, rows_stride, splits, scale, cap,
     H, W: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_N: gl.constexpr,
     SPLIT: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_CAP: gl.constexpr,
-    FP8: gl.constexpr, GROUPS: gl.constexpr, REGISTERS: gl.constexpr,
+    GROUPS: gl.constexpr,
 ):  # fmt: skip
-    """One program for each row and split of it; BLOCK_H holds all H heads."""
-    OPERAND: gl.constexpr = gl.float16 if FP8 else q.dtype.element_ty
+    """One program for each row and split of it; BLOCK_H holds all H heads.
+
+    Launched before the kernel ahead of it has ended, it waits before it reads anything.
+    """
+    OPERAND: gl.constexpr = q.dtype.element_ty
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -219,11 +158,10 @@ def attend_narrow(
     latents = gl.allocate_shared_memory(OPERAND, [2, BLOCK_N, LATENT_DIM], SHARED)
     ropes = gl.allocate_shared_memory(q.dtype.element_ty, [2, BLOCK_N, ROPE_DIM], SHARED)
     shifts = gl.allocate_shared_memory(gl.float32, [2, BLOCK_N], VECTOR)
-    grown = gl.allocate_shared_memory(gl.float32, [2, BLOCK_N], VECTOR)
     full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(2):
-        mbarrier.init(full.index(stage), count=2 * COPIED if FP8 else COPIED)
+        mbarrier.init(full.index(stage), count=COPIED)
         mbarrier.init(empty.index(stage), count=1)
     WEIGHTS: gl.constexpr = gl.NVMMASharedLayout(2 * BLOCK_H, 16, rank=2)
     weights = gl.allocate_shared_memory(OPERAND, [2, BLOCK_N, BLOCK_H], WEIGHTS)
@@ -238,51 +176,18 @@ def attend_narrow(
     mbarrier.init(ready, count=2)
     q_latent = gl.allocate_shared_memory(OPERAND, [1, BLOCK_H, LATENT_DIM], SHARED)
     q_rope = gl.allocate_shared_memory(q.dtype.element_ty, [1, BLOCK_H, ROPE_DIM], SHARED)
-    stretches = gl.allocate_shared_memory(gl.float32, [BLOCK_H], VECTOR)
+    gdc_wait()
     # Tuples are written out: a constexpr in a named tuple would become a run-time value.
-    if FP8 and GROUPS == 2:
+    if GROUPS == 2:
         gl.warp_specialize(
             [
                 (_compute_first, (slots, K, splits, q, sinks, out, lse, row, rows_stride, scale,
-                                  cap, q_latent, q_rope, stretches, latents, ropes, grown, shifts,
-                                  weights, bests, totals_kept, count, full, empty, ready, known,
-                                  loaded, 2, H, SPLIT, HAS_SINKS, HAS_CAP, FP8)),
+                                  cap, q_latent, q_rope, latents, ropes, shifts, weights, bests,
+                                  totals_kept, count, full, empty, ready, known, loaded, 2, H,
+                                  SPLIT, HAS_SINKS, HAS_CAP)),
                 (_compute_second, (sinks, out, lse, row, rows_stride, scale, cap, q_latent, q_rope,
-                                   stretches, latents, ropes, grown, shifts, weights, bests,
-                                   totals_kept, count, full, empty, ready, loaded, H, SPLIT,
-                                   HAS_SINKS, HAS_CAP, FP8)),
-                (gather_half, (kv, slots, K, splits, count, known, latents, ropes, grown, shifts,
-                               full, empty, W // 4, BLOCK_N, 0)),
-                (gather_half, (kv, slots, K, splits, count, known, latents, ropes, grown, shifts,
-                               full, empty, W // 4, BLOCK_N, BLOCK_N // 2)),
-            ],
-            [4, 4, 4], [256 - REGISTERS, REGISTERS, REGISTERS],
-        )  # fmt: skip
-    elif FP8:
-        gl.warp_specialize(
-            [
-                (_compute_first, (slots, K, splits, q, sinks, out, lse, row, rows_stride, scale,
-                                  cap, q_latent, q_rope, stretches, latents, ropes, grown, shifts,
-                                  weights, bests, totals_kept, count, full, empty, ready, known,
-                                  loaded, 1, H, SPLIT, HAS_SINKS, HAS_CAP, FP8)),
-                (gather_half, (kv, slots, K, splits, count, known, latents, ropes, grown, shifts,
-                               full, empty, W // 4, BLOCK_N, 0)),
-                (gather_half, (kv, slots, K, splits, count, known, latents, ropes, grown, shifts,
-                               full, empty, W // 4, BLOCK_N, BLOCK_N // 2)),
-            ],
-            [4, 4], [REGISTERS, REGISTERS],
-        )  # fmt: skip
-    elif GROUPS == 2:
-        gl.warp_specialize(
-            [
-                (_compute_first, (slots, K, splits, q, sinks, out, lse, row, rows_stride, scale,
-                                  cap, q_latent, q_rope, stretches, latents, ropes, grown, shifts,
-                                  weights, bests, totals_kept, count, full, empty, ready, known,
-                                  loaded, 2, H, SPLIT, HAS_SINKS, HAS_CAP, FP8)),
-                (_compute_second, (sinks, out, lse, row, rows_stride, scale, cap, q_latent, q_rope,
-                                   stretches, latents, ropes, grown, shifts, weights, bests,
-                                   totals_kept, count, full, empty, ready, loaded, H, SPLIT,
-                                   HAS_SINKS, HAS_CAP, FP8)),
+                                   latents, ropes, shifts, weights, bests, totals_kept, count,
+                                   full, empty, ready, loaded, H, SPLIT, HAS_SINKS, HAS_CAP)),
                 (copy, (kv, slots, K, splits, count, known, latents, ropes, shifts, full, empty, W,
                         BLOCK_N)),
             ],
@@ -292,9 +197,9 @@ def attend_narrow(
         gl.warp_specialize(
             [
                 (_compute_first, (slots, K, splits, q, sinks, out, lse, row, rows_stride, scale,
-                                  cap, q_latent, q_rope, stretches, latents, ropes, grown, shifts,
-                                  weights, bests, totals_kept, count, full, empty, ready, known,
-                                  loaded, 1, H, SPLIT, HAS_SINKS, HAS_CAP, FP8)),
+                                  cap, q_latent, q_rope, latents, ropes, shifts, weights, bests,
+                                  totals_kept, count, full, empty, ready, known, loaded, 1, H,
+                                  SPLIT, HAS_SINKS, HAS_CAP)),
                 (copy, (kv, slots, K, splits, count, known, latents, ropes, shifts, full, empty, W,
                         BLOCK_N)),
             ],

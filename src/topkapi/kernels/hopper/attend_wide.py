@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_wait
 
 from topkapi.kernels.hopper.gather import (
     COPIED,
@@ -225,6 +226,7 @@ def attend_wide(
         mbarrier.init(closed.index(stage), count=1)
     q_latent = gl.allocate_shared_memory(OPERAND, [1, BLOCK_H, LATENT_DIM], SHARED)
     q_rope = gl.allocate_shared_memory(OPERAND, [1, BLOCK_H, ROPE_DIM], SHARED)
+    gdc_wait()
     # Tuples are written out: a constexpr in a named tuple would become a run-time value.
     gl.warp_specialize(
         [

@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_wait
 
 from topkapi.kernels.hopper.gather import (
     COPIED,
@@ -258,6 +259,7 @@ def attend_wide_fp8(
     q_latent = gl.allocate_shared_memory(gl.float16, [1, BLOCK_H, LATENT_DIM], SHARED)
     q_rope = gl.allocate_shared_memory(q.dtype.element_ty, [1, BLOCK_H, ROPE_DIM], SHARED)
     stretches = gl.allocate_shared_memory(gl.float32, [BLOCK_H], VECTOR)
+    gdc_wait()
     # Tuples are written out: a constexpr in a named tuple would become a run-time value.
     gl.warp_specialize(
         [

@@ -3,8 +3,8 @@
 Programs that share a row take its tiles of N slots in turn, so where a program begins does not
 depend on where the row ends: gathering begins while that is looked for (`tell_count`).
 
-A gathering partition owns some tokens of every tile. It waits until the buffer `tile % 2` is empty,
-fills its part, and signals that. A filled buffer is
+A gathering partition waits until the next buffer is empty, fills it, and signals that. What lies in
+a filled buffer each of `gather_whole`, `copy` and `copy_codes` says; wherever there is
 
     latents [N, 512]  the record's, in q's dtype; of an fp8 record, fp16 values that times 2^shift
                       are the record's
@@ -12,14 +12,13 @@ fills its part, and signals that. A filled buffer is
     shifts  [N] fp32  shift (0 where there is none), or -inf where no slot is
     grown   [N] fp32  of fp8 records, 2^shift, or 0
 
-(of `gather_whole` the last two in line `tile % 4`: they are read after the buffer is handed back)
-and holds zeros where there is no slot, so that whatever lies in slot 0 does not matter. Whoever
+it holds zeros where there is no slot, so that whatever lies in slot 0 does not matter. Whoever
 waits for it makes it visible to the matrix unit (`fence_async_shared`): in a gathering warp that
 fence would wait for the loads under way.
 
-fp8 latents are dequantised on the way, in two instructions for two values: e4m3 to fp16 is exact,
-and one fp16 product scales by `scale / 2^shift`. fp16 keeps 11 bits of that, bf16 would keep 8.
-What needs no work is copied asynchronously, and signals by itself when it is there.
+For 64 heads fp8 latents are dequantised on the way, in two instructions for two values: e4m3 to
+fp16 is exact, and one fp16 product scales by `scale / 2^shift`. fp16 keeps 11 bits of that, bf16
+would keep 8. What needs no work is copied asynchronously, and signals by itself when it is there.
 """
 
 from __future__ import annotations
@@ -169,87 +168,18 @@ def _fill(slot, codes, scale, latents, grown, shifts, stage, line, FIRST: gl.con
 
 
 @gluon.jit
-def _copy_rope(kv, slot, ropes, stage, RECORD: gl.constexpr, FIRST: gl.constexpr,
-               COUNT: gl.constexpr):  # fmt: skip
-    """Start copying the ropes of COUNT records, as they are, into a tile from token FIRST."""
+def _copy_rope(kv, slot, ropes, stage, RECORD: gl.constexpr):
+    """Start copying the ropes of a tile's records as they are."""
     ROW: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     slot = gl.convert_layout(slot, gl.SliceLayout(1, ROW), assert_trivial=True)
     words = kv.to(gl.pointer_type(gl.int32)) + (LATENT_DIM // 4 + GROUPS)
     word = gl.arange(0, ROPE_DIM // 2, layout=gl.SliceLayout(0, ROW))
     record = gl.maximum(slot, 0).to(gl.int64) * RECORD
     async_copy.async_copy_global_to_shared(
-        ropes.index(stage).slice(FIRST, COUNT, dim=0),
+        ropes.index(stage),
         words + record[:, None] + word[None, :],
         mask=(slot >= 0)[:, None],
     )
-
-
-@gluon.jit
-def gather_half(
-    kv, slots, K, splits, count, counted, latents, ropes, grown, shifts, full, empty,
-    RECORD: gl.constexpr, N: gl.constexpr, FIRST: gl.constexpr,
-):  # fmt: skip
-    """Fill tokens `FIRST : FIRST + 32` of every tile with fp8 records; another fills the others.
-
-    Ropes are copied as they are. Latents pass through registers, 16 tokens at a time: four pieces
-    have registers of their own, `a` and `b` of the even tiles, `c` and `d` of the odd ones. As soon
-    as one is stored, the same piece of the tile after the next is loaded in its place. A register
-    that is moved or spilled before its load has ended waits for it; so the slots, which are moved,
-    are loaded a whole turn before that. How many tiles there are is waited for after the first
-    loads: the first two are filled in any case.
-    """
-    WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
-    latents = latents._reinterpret(gl.int32, [2, N, LATENT_DIM // 2], WORDS)
-    ropes = ropes._reinterpret(gl.int32, [2, N, ROPE_DIM // 2], WORDS)
-    step = splits * N
-    first = gl.program_id(1) * N + FIRST
-    slot_a = _slots_at(slots, first, K, PIECE)
-    slot_b = _slots_at(slots, first + PIECE, K, PIECE)
-    slot_c = _slots_at(slots, first + step, K, PIECE)
-    slot_d = _slots_at(slots, first + step + PIECE, K, PIECE)
-    first += 2 * step
-    next_a = _slots_at(slots, first, K, PIECE)
-    next_b = _slots_at(slots, first + PIECE, K, PIECE)
-    next_c = _slots_at(slots, first + step, K, PIECE)
-    next_d = _slots_at(slots, first + step + PIECE, K, PIECE)
-    codes_a, scale_a = _fetch(kv, slot_a, RECORD)
-    codes_b, scale_b = _fetch(kv, slot_b, RECORD)
-    codes_c, scale_c = _fetch(kv, slot_c, RECORD)
-    codes_d, scale_d = _fetch(kv, slot_d, RECORD)
-    mbarrier.wait(counted, 0)
-    tiles = gl.maximum(told_count(count), 2)
-    for turn in range(0, (tiles + 1) // 2):
-        first += 2 * step
-        later_a = _slots_at(slots, first, K, PIECE)
-        later_b = _slots_at(slots, first + PIECE, K, PIECE)
-        later_c = _slots_at(slots, first + step, K, PIECE)
-        later_d = _slots_at(slots, first + step + PIECE, K, PIECE)
-        phase = (turn & 1) ^ 1
-        mbarrier.wait(empty.index(0), phase)
-        _copy_rope(kv, slot_a, ropes, 0, RECORD, FIRST, PIECE)
-        _copy_rope(kv, slot_b, ropes, 0, RECORD, FIRST + PIECE, PIECE)
-        async_copy.mbarrier_arrive(full.index(0), increment_count=False)
-        _fill(slot_a, codes_a, scale_a, latents, grown, shifts, 0, 0, FIRST)
-        codes_a, scale_a = _fetch(kv, next_a, RECORD)
-        _fill(slot_b, codes_b, scale_b, latents, grown, shifts, 0, 0, FIRST + PIECE)
-        codes_b, scale_b = _fetch(kv, next_b, RECORD)
-        gl.thread_barrier()
-        mbarrier.arrive(full.index(0), count=1)
-        # There may be no odd tile; what lies in its buffer then is not a gatherer's any more.
-        if 2 * turn + 1 < tiles:
-            mbarrier.wait(empty.index(1), phase)
-            _copy_rope(kv, slot_c, ropes, 1, RECORD, FIRST, PIECE)
-            _copy_rope(kv, slot_d, ropes, 1, RECORD, FIRST + PIECE, PIECE)
-            async_copy.mbarrier_arrive(full.index(1), increment_count=False)
-            _fill(slot_c, codes_c, scale_c, latents, grown, shifts, 1, 1, FIRST)
-        codes_c, scale_c = _fetch(kv, next_c, RECORD)
-        if 2 * turn + 1 < tiles:
-            _fill(slot_d, codes_d, scale_d, latents, grown, shifts, 1, 1, FIRST + PIECE)
-            gl.thread_barrier()
-            mbarrier.arrive(full.index(1), count=1)
-        codes_d, scale_d = _fetch(kv, next_d, RECORD)
-        slot_a, slot_b, slot_c, slot_d = next_a, next_b, next_c, next_d
-        next_a, next_b, next_c, next_d = later_a, later_b, later_c, later_d
 
 
 @gluon.jit
@@ -276,12 +206,13 @@ def gather_whole(
     kv, slots, K, splits, count, counted, latents, ropes, grown, shifts, lists, full, empty,
     RECORD: gl.constexpr, N: gl.constexpr,
 ):  # fmt: skip
-    """Fill every tile with fp8 records, as one partition alone.
+    """Fill every tile with fp8 records: latents, ropes, shifts and grown.
 
-    Ropes are copied as they are. Latents pass through registers, 16 tokens at a time: four pieces
-    have registers of their own, the whole of a tile. As soon as one is stored, the same piece of
-    the next tile is loaded in its place. Slots come by way of shared memory: from a register they
-    would be waited for together with whatever shares its scoreboard, which is a tile's records.
+    The last two in line `tile % 4`: they are read after the buffer is handed back. Ropes are copied
+    as they are. Latents pass through registers, 16 tokens at a time: four pieces have registers of
+    their own, the whole of a tile. As soon as one is stored, the same piece of the next tile is
+    loaded in its place. Slots come by way of shared memory: from a register they would be waited
+    for together with whatever shares its scoreboard, which is a tile's records.
     """
     WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
     latents = latents._reinterpret(gl.int32, [2, N, LATENT_DIM // 2], WORDS)
@@ -317,7 +248,7 @@ def gather_whole(
         slot = _listed(lists, turn, step, K, 0, N, N)
         _list(slots, lists, turn + LISTED - 1, step, K, N)
         mbarrier.wait(empty.index(stage), ((turn // 2) & 1) ^ 1)
-        _copy_rope(kv, slot, ropes, stage, RECORD, 0, N)
+        _copy_rope(kv, slot, ropes, stage, RECORD)
         async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
         _fill(slot_a, codes_a, scale_a, latents, grown, shifts, stage, line, 0)
         codes_a, scale_a = _fetch(kv, next_a, RECORD)
@@ -371,3 +302,53 @@ def copy(
             mbarrier.wait(counted, 0)
             tiles = gl.maximum(told_count(count), 2)
         tile += 1
+
+
+@gluon.jit
+def copy_codes(
+    kv, slots, K, splits, count, counted, codes, scales, ropes, shifts, full, empty,
+    RECORD: gl.constexpr, N: gl.constexpr,
+):  # fmt: skip
+    """Fill every tile with fp8 records as they are by asynchronous copies, 16 bytes each.
+
+    `codes [N, 256]` pairs, `scales [N, 4]`, `ropes` and `shifts` of as many tiles as there is room
+    for. Otherwise as `copy`.
+    """
+    ROW: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    STAGES: gl.constexpr = codes.shape[0]
+    WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
+    codes = codes._reinterpret(gl.int32, [STAGES, N, LATENT_DIM // 4], WORDS)
+    scales = scales._reinterpret(gl.int32, [STAGES, N, GROUPS], scales.layout)
+    ropes = ropes._reinterpret(gl.int32, [STAGES, N, ROPE_DIM // 2], WORDS)
+    first = gl.program_id(1) * N
+    slot = _slots_at(slots, first, K, N)
+    words = kv.to(gl.pointer_type(gl.int32))
+    tile, tiles = 0, 2
+    stage, phase = 0, 1
+    while tile < tiles:
+        next_slot = _slots_at(slots, first + (tile + 1) * splits * N, K, N)
+        mbarrier.wait(empty.index(stage), phase)
+        valid = (slot >= 0)[:, None]
+        record = (words + gl.maximum(slot, 0).to(gl.int64) * RECORD)[:, None]
+        word = gl.arange(0, LATENT_DIM // 4, layout=gl.SliceLayout(0, ROW))
+        async_copy.async_copy_global_to_shared(
+            codes.index(stage), record + word[None, :], mask=valid
+        )
+        word = gl.arange(0, GROUPS, layout=gl.SliceLayout(0, ROW))
+        async_copy.async_copy_global_to_shared(
+            scales.index(stage), record + (LATENT_DIM // 4 + word)[None, :], mask=valid
+        )
+        _copy_rope(kv, slot, ropes, stage, RECORD)
+        async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+        shifts.index(stage).store(gl.where(slot >= 0, 0.0, float("-inf")))
+        gl.thread_barrier()
+        mbarrier.arrive(full.index(stage), count=1)
+        slot = next_slot
+        if tile == 1:
+            mbarrier.wait(counted, 0)
+            tiles = gl.maximum(told_count(count), 2)
+        tile += 1
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            phase ^= 1

@@ -1,13 +1,13 @@
 """What lies around the matrix products on sm90: the query, the online softmax, its end.
 
-Shared by `attend_wide`, `attend_wide_fp8` and `attend_narrow`, whose scores have heads in different
-dims: `HEAD` says in which.
+Shared by the four `attend_*` kernels, whose scores have heads in different dims: `HEAD` says in
+which.
 
 fp8 latents arrive as fp16 values times `2^shift` of their own, and the query is made fp16 times
 `stretch`, a power of two of each head, by which its rope is divided; ropes of records stay what
 they are. With `u` the score in powers of two, a record's weight in the output is
 `2^(u + shift - best)`, `best` the running maximum of `u + shift`, and its weight in the denominator
-`2^(u - best)`: no weight is above one, whatever the records' magnitudes. With 64 heads a program
+`2^(u - best)`: no weight is above one, whatever the records' magnitudes. In all but `attend_narrow`
 `best` may lie SLACK behind that maximum, and no weight is above `2^SLACK`.
 """
 

@@ -7,12 +7,14 @@ the same kernel as there.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 
 from topkapi.dispatch import Kernel, Problem
 from topkapi.kernels.hopper.attend_narrow import attend_narrow
+from topkapi.kernels.hopper.attend_narrow_fp8 import attend_narrow_fp8
 from topkapi.kernels.hopper.attend_wide import attend_wide
 from topkapi.kernels.hopper.attend_wide_fp8 import attend_wide_fp8
 from topkapi.kernels.triton import sparse_mla as portable
@@ -27,24 +29,24 @@ TOKENS = 64
 
 @dataclass(frozen=True)
 class Tile:
-    """How the work is cut: heads a program, warp groups that compute, and registers of a thread:
-    with 64 heads of one of the right side, with fewer of one that gathers fp8 records.
-    """
+    """How the work is cut: heads a program, and what its kernel is compiled with besides."""
 
     heads: int
-    groups: int
-    registers: int
+    kernel: Any
+    options: dict[str, int]
 
 
 def choose_tile(heads: int, fp8: bool) -> Tile:
     """The launch configuration for `heads` heads."""
     block = min(64, max(16, triton.next_power_of_2(heads)))
+    if block == 64 and fp8:
+        return Tile(64, attend_wide_fp8, {"REGISTERS": 192})
     if block == 64:
-        return Tile(64, 2, 192 if fp8 else 208)
-    if block == 16:
-        return Tile(16, 2, 128)
+        return Tile(64, attend_wide, {"REGISTERS": 208})
+    if fp8:
+        return Tile(block, attend_narrow_fp8, {"STAGES": 4, "REGISTERS": 208})
     # 32 heads are 128 sums a thread, too many for two groups.
-    return Tile(32, 1, 152)
+    return Tile(block, attend_narrow, {"GROUPS": 2 if block == 16 else 1})
 
 
 def sparse_mla(
@@ -100,15 +102,12 @@ def sparse_mla(
     if splits > 1:
         target = torch.empty(splits, rows, heads, v_dim, dtype=torch.float32, device=q.device)
         target_lse = torch.empty(splits, rows, heads, dtype=torch.float32, device=q.device)
-    wide = attend_wide_fp8 if fp8 else attend_wide
-    attend = wide if tile.heads == 64 else attend_narrow
-    groups = {} if attend is wide else {"FP8": fp8, "GROUPS": tile.groups}
-    attend[(rows * triton.cdiv(heads, tile.heads), splits)](
+    tile.kernel[(rows * triton.cdiv(heads, tile.heads), splits)](
         q, kv_cache, slots, lse if sinks is None else sinks, target, target_lse,
         slots.shape[1], slots.stride(0), rows * heads, splits, scale, logit_cap, heads,
         W=kv_cache.stride(0), BLOCK_H=tile.heads, BLOCK_N=TOKENS,
         SPLIT=splits > 1, HAS_SINKS=sinks is not None, HAS_CAP=logit_cap > 0,
-        REGISTERS=tile.registers, num_warps=4, **groups,
+        num_warps=4, launch_pdl=True, **tile.options,
     )  # fmt: skip
     if splits > 1:
         portable.combine(target, target_lse, sinks, out, lse, early=True)
