@@ -90,7 +90,10 @@ def _compute(
     # The first two tiles are filled in any case, and this group's results go where its tiles were.
     if tiles <= FIRST:
         mbarrier.wait(full.index(FIRST), 0)
-    kept(latents, FIRST, BLOCK_H).permute((1, 0)).store(sums)
+    first = kept(latents.index(0), BLOCK_H, LATENT_DIM)
+    second = kept(latents.index(1), BLOCK_H, LATENT_DIM)
+    mine = first if FIRST == 0 else second
+    mine.permute((1, 0)).store(sums)
     bests.index(FIRST).store(best)
     # What each warp's tokens add up to.
     by_warp = gl.sum(gl.reshape(totals, [4, N // 4, BLOCK_H]), axis=1)
@@ -100,8 +103,8 @@ def _compute(
         mbarrier.arrive(ready, count=1)
         mbarrier.wait(ready, 0)
     finish(
-        sinks, out, lse, row, rows_stride, latents, bests, totals_kept, FIRST, GROUPS, H, SPLIT,
-        HAS_SINKS,
+        sinks, out, lse, row, rows_stride, first, second, bests, totals_kept, FIRST, GROUPS, 0, H,
+        SPLIT, HAS_SINKS,
     )  # fmt: skip
 
 

@@ -45,11 +45,10 @@ PARTED = tl.constexpr("""{
 
 
 @gluon.jit
-def load_query(q, row, first_head, EACH: gl.constexpr, FIRST: gl.constexpr,
-                WIDTH: gl.constexpr, H):  # fmt: skip
-    """Dims `FIRST : FIRST + WIDTH` of a group's heads `[EACH, WIDTH]`, zero past H."""
+def load_query(q, row, BLOCK_H: gl.constexpr, FIRST: gl.constexpr, WIDTH: gl.constexpr, H):
+    """Dims `FIRST : FIRST + WIDTH` of a row's heads `[BLOCK_H, WIDTH]`, zero past H."""
     ROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    head = first_head + gl.arange(0, EACH, layout=gl.SliceLayout(1, ROW))
+    head = gl.arange(0, BLOCK_H, layout=gl.SliceLayout(1, ROW))
     dim = FIRST + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, ROW))
     place = (row * H + head)[:, None] * (LATENT_DIM + ROPE_DIM) + dim[None, :]
     return gl.load(q + place, mask=(head < H)[:, None], other=0.0)
@@ -59,19 +58,19 @@ def load_query(q, row, first_head, EACH: gl.constexpr, FIRST: gl.constexpr,
 def prepare_query(latent, rope, q_latent, q_rope, stretches):
     """The latent in fp16 below 2^9, to be multiplied by `stretches`, by which the rope is divided.
 
-    Of four dims the first two lie in the first half of `q_latent [EACH, 512]`.
+    Of four dims the first two lie in the first half of `q_latent [BLOCK_H, 512]`.
     """
-    EACH: gl.constexpr = latent.shape[0]
+    BLOCK_H: gl.constexpr = latent.shape[0]
     HALF: gl.constexpr = LATENT_DIM // 2
     exponent = exponent_of(gl.max(gl.abs(latent.to(gl.float32)), axis=1)) - 8
     stretches.store(power_of_two(exponent))
     shrink = power_of_two(-exponent)[:, None]
     q_rope.store((rope.to(gl.float32) * shrink).to(q_rope.dtype))
     latent = (latent.to(gl.float32) * shrink).to(gl.float16)
-    latent = gl.reshape(latent, [EACH, LATENT_DIM // 4, 2, 2])
+    latent = gl.reshape(latent, [BLOCK_H, LATENT_DIM // 4, 2, 2])
     first, second = gl.split(gl.permute(latent, (0, 1, 3, 2)))
-    q_latent.slice(0, HALF, dim=1).store(gl.reshape(first, [EACH, HALF]))
-    q_latent.slice(HALF, HALF, dim=1).store(gl.reshape(second, [EACH, HALF]))
+    q_latent.slice(0, HALF, dim=1).store(gl.reshape(first, [BLOCK_H, HALF]))
+    q_latent.slice(HALF, HALF, dim=1).store(gl.reshape(second, [BLOCK_H, HALF]))
 
 
 @gluon.jit
@@ -93,9 +92,9 @@ def columns(scales, TOKENS: gl.constexpr):
 
 
 @gluon.jit
-def by_tokens(codes, GROUP: gl.constexpr, OPERAND: gl.constexpr):
-    """A group's pairs of codes `[N, 64]`."""
-    return codes.slice(GROUP * PAIRS, PAIRS, dim=1).load(OPERAND)
+def by_tokens(codes, FIRST: gl.constexpr, COUNT: gl.constexpr, OPERAND: gl.constexpr):
+    """Pairs of codes `[N, COUNT]` from pair FIRST."""
+    return codes.slice(FIRST, COUNT, dim=1).load(OPERAND)
 
 
 @gluon.jit
@@ -105,8 +104,9 @@ def by_dims(codes, GROUP: gl.constexpr, OPERAND: gl.constexpr):
 
 
 @gluon.jit
-def add_score(score, pairs, scale, query, GROUP: gl.constexpr, OPERAND: gl.constexpr):
-    """Start adding the product of a group's codes, times `scale [N]`, with `query [EACH, 512]`."""
+def add_score(score, pairs, scale, query, FIRST: gl.constexpr, OPERAND: gl.constexpr):
+    """Start adding the product of codes, times `scale [N]`, with the query `[BLOCK_H, 512]`."""
+    COUNT: gl.constexpr = pairs.shape[1]
     HALF: gl.constexpr = LATENT_DIM // 2
     pair = gl.inline_asm_elementwise(TWICE, "=r,f", [scale], dtype=gl.int32, is_pure=True, pack=1)
     pair = gl.convert_layout(pair, gl.SliceLayout(1, OPERAND), assert_trivial=True)
@@ -114,9 +114,9 @@ def add_score(score, pairs, scale, query, GROUP: gl.constexpr, OPERAND: gl.const
         SCALED, "=r,=r,r,r,r", [pairs, pair[:, None]], dtype=(gl.float16, gl.float16),
         is_pure=True, pack=2,
     )  # fmt: skip
-    turned = query.slice(GROUP * PAIRS, PAIRS, dim=1).permute((1, 0))
-    score = warpgroup_mma(first, turned, score, use_acc=GROUP > 0, is_async=True)
-    turned = query.slice(HALF + GROUP * PAIRS, PAIRS, dim=1).permute((1, 0))
+    turned = query.slice(FIRST, COUNT, dim=1).permute((1, 0))
+    score = warpgroup_mma(first, turned, score, use_acc=FIRST > 0, is_async=True)
+    turned = query.slice(HALF + FIRST, COUNT, dim=1).permute((1, 0))
     return warpgroup_mma(second, turned, score, is_async=True)
 
 

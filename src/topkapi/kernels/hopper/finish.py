@@ -14,19 +14,23 @@ from topkapi.kernels.hopper.softmax import close
 
 
 @gluon.jit
-def kept(buffers, GROUP: gl.constexpr, BLOCK_H: gl.constexpr):
-    """Where a group leaves its sums, `[BLOCK_H, 512]` fp32, so that heads are read in one piece."""
+def kept(buffer, BLOCK_H: gl.constexpr, DIMS: gl.constexpr):
+    """Where a group leaves sums `[BLOCK_H, DIMS]` fp32, so that heads are read in one piece."""
     TURNED: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
-    return buffers.index(GROUP)._reinterpret(gl.float32, [BLOCK_H, LATENT_DIM], TURNED)
+    return buffer._reinterpret(gl.float32, [BLOCK_H, DIMS], TURNED)
 
 
 @gluon.jit
 def finish(
-    sinks, out, lse, row, rows_stride, buffers, bests, totals_kept, GROUP: gl.constexpr,
-    GROUPS: gl.constexpr, H, SPLIT: gl.constexpr, HAS_SINKS: gl.constexpr,
+    sinks, out, lse, row, rows_stride, first, second, bests, totals_kept, GROUP: gl.constexpr,
+    GROUPS: gl.constexpr, FIRST_DIM: gl.constexpr, H, SPLIT: gl.constexpr,
+    HAS_SINKS: gl.constexpr,
 ):  # fmt: skip
-    """Merge what the groups left, and store the results of this group's share of the heads."""
-    BLOCK_H: gl.constexpr = bests.shape[1]
+    """Merge what the groups left in `first` and `second`, dims from FIRST_DIM, and store it.
+
+    Each group finishes its share of the heads; with dim 0 their lse, too.
+    """
+    BLOCK_H: gl.constexpr = first.shape[0]
     EACH: gl.constexpr = BLOCK_H // GROUPS
     FIRST: gl.constexpr = GROUP * EACH
     READ: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
@@ -44,13 +48,13 @@ def finish(
         total = total * rate + other * other_rate
     head = FIRST + gl.arange(0, EACH, layout=HEADS)
     inverse, logarithm = close(total, best, sinks, head, H, SPLIT, HAS_SINKS)
-    result = kept(buffers, 0, BLOCK_H).slice(FIRST, EACH, dim=0).load(READ)
-    result *= (rate * inverse)[:, None]
+    result = first.slice(FIRST, EACH, dim=0).load(READ) * (rate * inverse)[:, None]
     if GROUPS == 2:
-        others = kept(buffers, 1, BLOCK_H).slice(FIRST, EACH, dim=0).load(READ)
+        others = second.slice(FIRST, EACH, dim=0).load(READ)
         result += others * (other_rate * inverse)[:, None]
     place = gl.program_id(1).to(gl.int64) * rows_stride + row * H + head
-    dim = gl.arange(0, LATENT_DIM, layout=gl.SliceLayout(0, READ))
+    dim = FIRST_DIM + gl.arange(0, first.shape[1], layout=gl.SliceLayout(0, READ))
     pointers = out + place[:, None] * LATENT_DIM + dim[None, :]
     gl.store(pointers, result.to(out.dtype.element_ty), mask=(head < H)[:, None])
-    gl.store(lse + place, logarithm, mask=head < H)
+    if FIRST_DIM == 0:
+        gl.store(lse + place, logarithm, mask=head < H)

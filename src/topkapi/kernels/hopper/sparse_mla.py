@@ -43,8 +43,10 @@ def choose_tile(heads: int, fp8: bool) -> Tile:
         return Tile(64, attend_wide_fp8, {"REGISTERS": 192})
     if block == 64:
         return Tile(64, attend_wide, {"REGISTERS": 208})
+    if fp8 and block == 32:
+        return Tile(32, attend_narrow_fp8, {"STAGES": 3, "REGISTERS": 232})
     if fp8:
-        return Tile(block, attend_narrow_fp8, {"STAGES": 4, "REGISTERS": 208})
+        return Tile(16, attend_narrow_fp8, {"STAGES": 4, "REGISTERS": 208})
     # 32 heads are 128 sums a thread, too many for two groups.
     return Tile(block, attend_narrow, {"GROUPS": 2 if block == 16 else 1})
 
