@@ -280,14 +280,15 @@ def sparse_mla_sm90(
     latent: int = 512,
     rope: int = 64,
     cache: torch.dtype = BF16,
+    heads: int = 128,
     **options: Any,
 ) -> str:
-    """The machine code of prefill with 128 heads."""
+    """The machine code of prefill."""
     recorder = Recorder(sparse_mla._attend)
     monkeypatch.setattr(sparse_mla, "_attend", recorder)
     monkeypatch.setattr(sparse_mla, "target_of", lambda tensor: device_of(90))
-    monkeypatch.setattr(sparse_mla, "combine", lambda *args: None)
-    q = meta(4096, 128, latent + rope, dtype=BF16)
+    monkeypatch.setattr(sparse_mla, "combine", lambda *args, **options: None)
+    q = meta(4096, heads, latent + rope, dtype=BF16)
     kv_cache = meta(640, 1, latent_layout(cache).width(latent, rope), dtype=cache)
     slots = meta(4096, 2048)
     sparse_mla.sparse_mla(q, kv_cache, slots, scale=0.1, v_dim=latent, **options)
@@ -310,6 +311,18 @@ def test_two_groups_of_warps_share_the_scores_of_64_heads(
     # Both sums of scores, the output, and what may be left after the loop.
     assert code.count(WAIT) <= 4
     assert code.rindex("HGMMA.64x32x16") < code.rindex("LDGSTS") < code.index(WAIT)
+
+
+@pytest.mark.parametrize("options", [{}, {"splits": 3}], ids=["prefill", "split"])
+def test_few_heads_copy_fp8_codes_ahead_and_decode_them_once(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    code = sparse_mla_sm90(monkeypatch, tmp_path, cache=FP8, heads=16, **options)
+    tiles = code[code.index("HMMA.16816") :]
+    assert "LDG.E.128" not in tiles
+    assert tiles.index("HMMA.16816") < tiles.index("LDGSTS.E.BYPASS.128") < tiles.index("MUFU.EX2")
+    # 32 tokens of 512 values, two of a thread at once, 128 threads.
+    assert code.count("F2FP.F16.E4M3.UNPACK_B") == 32 * 512 // 128 // 2
 
 
 WAIT = "WARPGROUP.DEPBAR.LE gsb0, 0x0"

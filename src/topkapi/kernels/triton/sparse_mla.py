@@ -30,7 +30,12 @@ from topkapi.kernels.triton.sparse_mla_tiles import (
     choose_tile,
     shares_scores,
 )
-from topkapi.kernels.triton.target import native_fp8, refuse_device, target_of
+from topkapi.kernels.triton.target import (
+    launches_early,
+    native_fp8,
+    refuse_device,
+    target_of,
+)
 from topkapi.layout.latent import LATENT_FP8, latent_layout
 
 TRITON_DTYPE = {
@@ -41,22 +46,49 @@ TRITON_DTYPE = {
 
 
 @triton.jit
-def _scan(slots, K, BLOCK_SCAN: tl.constexpr):
-    """Where the row's slots end, whether any is missing before that, and the largest of them."""
-    end, count, largest = 0, 0, 0
-    for first in range(0, K, BLOCK_SCAN):
-        place = first + tl.arange(0, BLOCK_SCAN)
-        slot = tl.load(slots + place, mask=place < K, other=-1).to(tl.int32)
-        end = tl.maximum(end, tl.max(tl.where(slot >= 0, place + 1, 0), axis=0))
-        count += tl.sum((slot >= 0).to(tl.int32), axis=0)
-        largest = tl.maximum(largest, tl.max(slot, axis=0))
-    return end, count != end, largest
+def _merge(end, count, largest, other_end, other_count, other_largest):
+    return tl.maximum(end, other_end), count + other_count, tl.maximum(largest, other_largest)
+
+
+@triton.jit
+def _load_slots(slots, first, end, BLOCK: tl.constexpr):
+    """BLOCK slots from `first` on, -1 from `end` on."""
+    place = first + tl.arange(0, BLOCK)
+    return tl.load(slots + place, mask=place < end, other=-1).to(tl.int32)
+
+
+@triton.jit
+def _scan(slot, first):
+    """Where these slots end, how many are not missing, and the largest of them."""
+    seen = slot >= 0
+    place = first + tl.arange(0, slot.shape[0])
+    return tl.reduce((tl.where(seen, place + 1, 0), seen.to(tl.int32), slot), 0, _merge)
+
+
+@triton.jit
+def _load_tile(slots, first, K, BLOCK_N: tl.constexpr, EVEN_K: tl.constexpr):
+    """The slots of the tile from `first` on; never beyond the row."""
+    if EVEN_K:
+        slot = tl.load(slots + tl.minimum(first, K - BLOCK_N) + tl.arange(0, BLOCK_N))
+    else:
+        slot = tl.load(slots + tl.minimum(first + tl.arange(0, BLOCK_N), K - 1))
+    return slot
+
+
+@triton.jit
+def _opaque(value):
+    """`value`, of which Triton cannot tell what it was loaded as.
+
+    Seeing codes behind it, Triton would decode them once for each product, could not load them
+    ahead, and would lay out the operands for bytes, which `ldmatrix` does not load.
+    """
+    return tl.sum(tl.reshape(value, [value.shape[0], value.shape[1], 1]), axis=2)
 
 
 @triton.jit
 def _load_latent(
     kv, slot, FIRST: tl.constexpr, L: tl.constexpr, W: tl.constexpr, SPAN: tl.constexpr,
-    GROUP: tl.constexpr, NATIVE_FP8: tl.constexpr, DTYPE: tl.constexpr,
+    GROUP: tl.constexpr, NATIVE_FP8: tl.constexpr, WGMMA: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Dims FIRST.. of the latents at `slot`, `[BLOCK_N, SPAN]`, zero from dim L on."""
     dim = FIRST + tl.arange(0, SPAN)
@@ -66,16 +98,22 @@ def _load_latent(
     else:
         value = tl.load(pointers)
     if GROUP > 0:
-        GROUPS: tl.constexpr = (SPAN + GROUP - 1) // GROUP
-        group = FIRST // GROUP + tl.arange(0, GROUPS)
-        scale = tl.load(
-            (kv + L).to(tl.pointer_type(tl.float32)) + (slot * (W // 4))[:, None] + group[None, :],
-            mask=(group * GROUP < L)[None, :],
-            other=0.0,
-        )  # [BLOCK_N, GROUPS]
-        spread = decode(value, NATIVE_FP8).to(tl.float32)
-        spread = tl.reshape(spread, [slot.shape[0], GROUPS, SPAN // GROUPS])
-        value = tl.reshape(spread * scale[:, :, None], [slot.shape[0], SPAN])
+        scales = (kv + L).to(tl.pointer_type(tl.float32)) + FIRST // GROUP
+        value = decode(value, NATIVE_FP8).to(tl.float32)
+        if SPAN <= GROUP:
+            value *= tl.load(scales + slot * (W // 4))[:, None]
+        else:
+            GROUPS: tl.constexpr = (SPAN + GROUP - 1) // GROUP
+            group = tl.arange(0, GROUPS)[None, :]
+            scale = tl.load(
+                scales + (slot * (W // 4))[:, None] + group,
+                mask=FIRST + group * GROUP < L,
+                other=0.0,
+            )  # [BLOCK_N, GROUPS]
+            value = tl.reshape(value, [slot.shape[0], GROUPS, SPAN // GROUPS])
+            value = tl.reshape(value * scale[:, :, None], [slot.shape[0], SPAN])
+        if not WGMMA:
+            value = _opaque(value)
     return value.to(DTYPE)
 
 
@@ -119,20 +157,22 @@ def _attend(
 ):  # fmt: skip
     HEAD_BLOCKS: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     PARTS: tl.constexpr = (L + SPAN - 1) // SPAN
+    # Slots are loaded a turn before they are needed, and kept in registers.
+    AHEAD: tl.constexpr = WGMMA and GROUP == 0
     program = tl.program_id(0)
     head_block = program % HEAD_BLOCKS
     row = (program // HEAD_BLOCKS).to(tl.int64)
     split = tl.program_id(1)
     slots += row * slots_stride
 
-    # Up to the last slot that is not -1: padding costs nothing, and it is usually at the end.
-    end, holes, largest = _scan(slots, K, BLOCK_SCAN)
-    begin = 0
+    begin, stop = 0, K
     if SPLIT:
-        tiles = (end + BLOCK_N - 1) // BLOCK_N
+        tiles = (K + BLOCK_N - 1) // BLOCK_N
         span = ((tiles + splits - 1) // splits) * BLOCK_N
         begin = split * span
-        end = tl.minimum(end, begin + span)
+        stop = tl.minimum(K, begin + span)
+    # Scanned below, when the query is under way as well.
+    found = _load_slots(slots, begin, stop, BLOCK_SCAN)
 
     head = head_block * BLOCK_H + tl.arange(0, BLOCK_H)
     in_heads = (head < H)[:, None]
@@ -151,20 +191,33 @@ def _attend(
         q_rope = tl.load(query + L + rope_dim, mask=in_heads & (rope_dim < P), other=0.0)
         q_rope = q_rope.to(DTYPE)  # [BLOCK_H, BLOCK_P]
 
+    # Up to the last slot that is not -1: padding costs nothing, and it is usually at the end.
+    end, count, largest = _scan(found, begin)
+    for first in range(begin + BLOCK_SCAN, stop, BLOCK_SCAN):
+        other = _scan(_load_slots(slots, first, stop, BLOCK_SCAN), first)
+        end, count, largest = _merge(end, count, largest, other[0], other[1], other[2])
+    end = tl.maximum(end, begin)
+    holes = count != end - begin
+    largest = tl.maximum(largest, 0)
+
     best = tl.full([BLOCK_H], LOWEST, tl.float32)
-    total = tl.zeros([BLOCK_H, 8 if WGMMA else 1], tl.float32)
+    # So many sums of weights a head that no thread needs another's: two barriers less a tile.
+    total = tl.zeros([BLOCK_H, 8 if WGMMA else BLOCK_N if GROUP > 0 else 1], tl.float32)
     rate = LOG2E if HAS_CAP else scale * LOG2E
     near = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
     far = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
+    coming = tl.zeros([BLOCK_N], slots.dtype.element_ty)
+    if AHEAD:
+        coming = _load_tile(slots, begin, K, BLOCK_N, EVEN_K)
     # One tile at least, be it empty: where the loop may be left out, ptxas cannot tell that nothing
     # else writes `acc` while a product is under way, and waits after each `wgmma`.
     for offset in tl.range(0, tl.maximum(end - begin, 1), BLOCK_N, num_stages=STAGES):
         first = begin + offset
-        place = first + tl.arange(0, BLOCK_N)
-        if EVEN_K:
-            slot = tl.load(slots + tl.minimum(begin, K - BLOCK_N) + offset + tl.arange(0, BLOCK_N))
+        if AHEAD:
+            slot = coming
+            coming = _load_tile(slots, first + BLOCK_N, K, BLOCK_N, EVEN_K)
         else:
-            slot = tl.load(slots + tl.minimum(place, K - 1))
+            slot = _load_tile(slots, first, K, BLOCK_N, EVEN_K)
         # What is missing (-1, the largest unsigned number) reads the largest slot of the row, and
         # gets no weight: loads that need no mask cost half the instructions.
         slot = slot.to(tl.int32).to(tl.uint32, bitcast=True)
@@ -176,13 +229,20 @@ def _attend(
             # loop carries: there they are, and the branch makes them zeros again. Masking has a
             # branch of its own: of products that follow from one another each group of warps
             # computes all, and these two groups share.
+            if AHEAD:
+                latent = _load_latent(kv, slot, 0, L, W, SPAN, GROUP, NATIVE_FP8, WGMMA, DTYPE)
+                far = tl.dot(queries[0], tl.trans(latent), far, input_precision=PRECISION)  # type: ignore[misc]
             if P > 0:
                 rope = _load_rope(kv, slot, P, W, BLOCK_P, ROPE_OFFSET, GROUP, DTYPE)
                 near = tl.dot(q_rope, tl.trans(rope), near, input_precision=PRECISION)
-            latent = _load_latent(kv, slot, 0, L, W, SPAN, GROUP, NATIVE_FP8, DTYPE)
+            if not AHEAD:
+                # Decoded while the product with the ropes is under way.
+                latent = _load_latent(kv, slot, 0, L, W, SPAN, GROUP, NATIVE_FP8, WGMMA, DTYPE)
+                far = tl.dot(queries[0], tl.trans(latent), far, input_precision=PRECISION)  # type: ignore[misc]
             values += (latent,)  # type: ignore[assignment]
-            far = tl.dot(queries[0], tl.trans(latent), far, input_precision=PRECISION)  # type: ignore[misc]
-            if first < end:
+            # LLVM knows that the former is true, Triton does not: it needs a branch, the GPU none.
+            going = (first | 1) != 0 if AHEAD else first < end
+            if going:
                 score = tl.fma(near, 1.0, far) if P > 0 else far
                 near = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
                 far = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
@@ -195,12 +255,25 @@ def _attend(
                 rope = _load_rope(kv, slot, P, W, BLOCK_P, ROPE_OFFSET, GROUP, DTYPE)
                 score = tl.dot(q_rope, tl.trans(rope), score, input_precision=PRECISION)
             for part in tl.static_range(PARTS):
-                latent = _load_latent(kv, slot, part * SPAN, L, W, SPAN, GROUP, NATIVE_FP8, DTYPE)
+                latent = _load_latent(
+                    kv, slot, part * SPAN, L, W, SPAN, GROUP, NATIVE_FP8, WGMMA, DTYPE
+                )
                 values += (latent,)  # type: ignore[assignment]
-                score = tl.dot(queries[part], tl.trans(latent), score, input_precision=PRECISION)
-            score = limit(score, slots, first, end, holes, scale, cap, HAS_CAP)
-            weight, shrink, best, total = weigh(score, best, total, rate, WGMMA)
-            accs = _grow(accs, shrink, weight.to(DTYPE), values, PARTS, PRECISION)
+                if GROUP == 0:
+                    score = tl.dot(
+                        queries[part], tl.trans(latent), score, input_precision=PRECISION
+                    )
+            if GROUP > 0:
+                # All parts were decoded before: one barrier for all of them. As above, the branch
+                # is for the copies to come first: the buffer of codes is free by now.
+                for part in tl.static_range(PARTS):
+                    keys = tl.trans(values[part])
+                    score = tl.dot(queries[part], keys, score, input_precision=PRECISION)
+            going = first < end if GROUP > 0 else True
+            if going:
+                score = limit(score, slots, first, end, holes, scale, cap, HAS_CAP)
+                weight, shrink, best, total = weigh(score, best, total, rate, WGMMA)
+                accs = _grow(accs, shrink, weight.to(DTYPE), values, PARTS, PRECISION)
 
     total = tl.sum(total, axis=1)
     seen = total != 0.0
@@ -294,8 +367,10 @@ def sparse_mla(
     mixed = kv_cache.dtype not in (q.dtype, LATENT_FP8.dtype)
     compute = torch.float32 if mixed else q.dtype
     device = target_of(q)
+    block_k = triton.next_power_of_2(slots.shape[1])
     block_p = max(16, triton.next_power_of_2(rope_dim)) if rope_dim else 16
-    tile = tile or choose_tile(device, heads, v_dim, rope_dim, compute.itemsize)
+    fp8 = layout is LATENT_FP8
+    tile = tile or choose_tile(device, heads, v_dim, rope_dim, compute.itemsize, fp8)
     if splits is None and batch_invariant:
         splits = 1
     if splits is None:
@@ -312,7 +387,7 @@ def sparse_mla(
         target = torch.empty(splits, rows, heads, v_dim, dtype=torch.float32, device=q.device)
         target_lse = torch.empty(splits, rows, heads, dtype=torch.float32, device=q.device)
     rope_offset = v_dim
-    if layout is LATENT_FP8:
+    if fp8:
         rope_offset = layout.bytes_per_token(v_dim, 0)
     grid = (rows * triton.cdiv(heads, tile.heads), splits)
     arguments = (
@@ -323,7 +398,7 @@ def sparse_mla(
         *arguments, H=heads, L=v_dim, P=rope_dim, W=kv_cache.stride(0), ROPE_OFFSET=rope_offset,
         GROUP=layout.group, BLOCK_H=tile.heads, BLOCK_N=tile.tokens,
         SPAN=choose_span(tile, v_dim, layout.group), BLOCK_P=block_p,
-        BLOCK_SCAN=min(2048, max(256, triton.next_power_of_2(slots.shape[1]))),
+        BLOCK_SCAN=min(512 if splits > 1 else 2048, max(64, block_k)),
         SPLIT=splits > 1, EVEN_K=slots.shape[1] % tile.tokens == 0,
         HAS_SINKS=sinks is not None, HAS_CAP=logit_cap > 0,
         NATIVE_FP8=native_fp8(device), PRECISION="ieee", DTYPE=TRITON_DTYPE[compute],
@@ -331,7 +406,7 @@ def sparse_mla(
         STAGES=tile.stages, num_stages=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
     if splits > 1:
-        combine(target, target_lse, sinks, out, lse)
+        combine(target, target_lse, sinks, out, lse, early=launches_early(device))
     return out, lse
 
 

@@ -29,7 +29,9 @@ class Tile:
     whole: bool = False
 
 
-def choose_tile(device: DeviceInfo, heads: int, latent: int, rope: int, itemsize: int) -> Tile:
+def choose_tile(
+    device: DeviceInfo, heads: int, latent: int, rope: int, itemsize: int, fp8: bool = False
+) -> Tile:
     """The launch configuration for `heads` heads over records of `latent` and `rope` dims."""
     block_heads = min(64, _padded(heads))
     row = (_padded(latent) + (_padded(rope) if rope else 0)) * itemsize
@@ -37,6 +39,9 @@ def choose_tile(device: DeviceInfo, heads: int, latent: int, rope: int, itemsize
         if block_heads == 64:
             fits = device.arch == 90 and (64 + 2 * 64) * row <= device.shared_memory
             return Tile(64, 64 if fits else 32, 8, 2, whole=True)
+        if fp8:
+            # Two tiles of codes on their way, one decoded.
+            return Tile(block_heads, 32, 4, 5, per_sm=2)
         return Tile(block_heads, 64, 4, 3, per_sm=2)
     if itemsize == 4:
         return Tile(16, 16, 8, 1)

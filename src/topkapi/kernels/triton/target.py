@@ -43,7 +43,7 @@ def native_fp8(device: DeviceInfo) -> bool:
 
 def launches_early(device: DeviceInfo) -> bool:
     """Whether a kernel can be launched before the one it waits for has ended."""
-    return device.backend == "cuda" and int(device.arch) >= 90
+    return device.backend == "cuda" and int(device.arch) >= 90 and not interpreted()
 
 
 def float32_precision(device: DeviceInfo) -> str:
