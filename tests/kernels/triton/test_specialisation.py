@@ -138,7 +138,8 @@ def test_fifty_shapes_share_their_kernels(
     mode: str, heads: int, cache: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     noted = {}
-    hopper = [(hopper_mla, f"attend_{name}") for name in ("wide", "wide_fp8", "narrow")]
+    names = "wide", "wide_fp8", "narrow", "narrow_fp8"
+    hopper = [(hopper_mla, f"attend_{name}") for name in names]
     for module, attribute in (*KERNELS, *hopper):
         noted[attribute] = Variants(getattr(module, attribute))
         monkeypatch.setattr(module, attribute, noted[attribute])

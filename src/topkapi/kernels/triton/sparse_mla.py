@@ -21,8 +21,15 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from topkapi.dispatch import Kernel, Problem
-from topkapi.kernels.triton.e4m3 import decode
 from topkapi.kernels.triton.softmax import LN2, LOG2E, LOWEST, limit, weigh
+from topkapi.kernels.triton.sparse_mla_gather import (
+    load_latent,
+    load_rope,
+    load_slots,
+    load_tile,
+    merge,
+    scan,
+)
 from topkapi.kernels.triton.sparse_mla_tiles import (
     Tile,
     choose_span,
@@ -43,97 +50,6 @@ TRITON_DTYPE = {
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
 }
-
-
-@triton.jit
-def _merge(end, count, largest, other_end, other_count, other_largest):
-    return tl.maximum(end, other_end), count + other_count, tl.maximum(largest, other_largest)
-
-
-@triton.jit
-def _load_slots(slots, first, end, BLOCK: tl.constexpr):
-    """BLOCK slots from `first` on, -1 from `end` on."""
-    place = first + tl.arange(0, BLOCK)
-    return tl.load(slots + place, mask=place < end, other=-1).to(tl.int32)
-
-
-@triton.jit
-def _scan(slot, first):
-    """Where these slots end, how many are not missing, and the largest of them."""
-    seen = slot >= 0
-    place = first + tl.arange(0, slot.shape[0])
-    return tl.reduce((tl.where(seen, place + 1, 0), seen.to(tl.int32), slot), 0, _merge)
-
-
-@triton.jit
-def _load_tile(slots, first, K, BLOCK_N: tl.constexpr, EVEN_K: tl.constexpr):
-    """The slots of the tile from `first` on; never beyond the row."""
-    if EVEN_K:
-        slot = tl.load(slots + tl.minimum(first, K - BLOCK_N) + tl.arange(0, BLOCK_N))
-    else:
-        slot = tl.load(slots + tl.minimum(first + tl.arange(0, BLOCK_N), K - 1))
-    return slot
-
-
-@triton.jit
-def _opaque(value):
-    """`value`, of which Triton cannot tell what it was loaded as.
-
-    Seeing codes behind it, Triton would decode them once for each product, could not load them
-    ahead, and would lay out the operands for bytes, which `ldmatrix` does not load.
-    """
-    return tl.sum(tl.reshape(value, [value.shape[0], value.shape[1], 1]), axis=2)
-
-
-@triton.jit
-def _load_latent(
-    kv, slot, FIRST: tl.constexpr, L: tl.constexpr, W: tl.constexpr, SPAN: tl.constexpr,
-    GROUP: tl.constexpr, NATIVE_FP8: tl.constexpr, WGMMA: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """Dims FIRST.. of the latents at `slot`, `[BLOCK_N, SPAN]`, zero from dim L on."""
-    dim = FIRST + tl.arange(0, SPAN)
-    pointers = (kv + dim)[None, :] + (slot * W)[:, None]
-    if FIRST + SPAN > L:
-        value = tl.load(pointers, mask=(dim < L)[None, :], other=0)
-    else:
-        value = tl.load(pointers)
-    if GROUP > 0:
-        scales = (kv + L).to(tl.pointer_type(tl.float32)) + FIRST // GROUP
-        value = decode(value, NATIVE_FP8).to(tl.float32)
-        if SPAN <= GROUP:
-            value *= tl.load(scales + slot * (W // 4))[:, None]
-        else:
-            GROUPS: tl.constexpr = (SPAN + GROUP - 1) // GROUP
-            group = tl.arange(0, GROUPS)[None, :]
-            scale = tl.load(
-                scales + (slot * (W // 4))[:, None] + group,
-                mask=FIRST + group * GROUP < L,
-                other=0.0,
-            )  # [BLOCK_N, GROUPS]
-            value = tl.reshape(value, [slot.shape[0], GROUPS, SPAN // GROUPS])
-            value = tl.reshape(value * scale[:, :, None], [slot.shape[0], SPAN])
-        if not WGMMA:
-            value = _opaque(value)
-    return value.to(DTYPE)
-
-
-@triton.jit
-def _load_rope(
-    kv, slot, P: tl.constexpr, W: tl.constexpr, BLOCK_P: tl.constexpr, OFFSET: tl.constexpr,
-    GROUP: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """The rope parts at `slot`, `[BLOCK_N, BLOCK_P]`, zero from dim P on."""
-    dim = tl.arange(0, BLOCK_P)
-    if GROUP == 0:
-        pointers = (kv + OFFSET + dim)[None, :] + (slot * W)[:, None]
-    else:
-        rope = (kv + OFFSET).to(tl.pointer_type(tl.bfloat16))
-        pointers = (rope + dim)[None, :] + (slot * (W // 2))[:, None]
-    if BLOCK_P > P:
-        value = tl.load(pointers, mask=(dim < P)[None, :], other=0.0)
-    else:
-        value = tl.load(pointers)
-    return value.to(DTYPE)
 
 
 @triton.jit
@@ -172,7 +88,7 @@ def _attend(
         begin = split * span
         stop = tl.minimum(K, begin + span)
     # Scanned below, when the query is under way as well.
-    found = _load_slots(slots, begin, stop, BLOCK_SCAN)
+    found = load_slots(slots, begin, stop, BLOCK_SCAN)
 
     head = head_block * BLOCK_H + tl.arange(0, BLOCK_H)
     in_heads = (head < H)[:, None]
@@ -192,10 +108,10 @@ def _attend(
         q_rope = q_rope.to(DTYPE)  # [BLOCK_H, BLOCK_P]
 
     # Up to the last slot that is not -1: padding costs nothing, and it is usually at the end.
-    end, count, largest = _scan(found, begin)
+    end, count, largest = scan(found, begin)
     for first in range(begin + BLOCK_SCAN, stop, BLOCK_SCAN):
-        other = _scan(_load_slots(slots, first, stop, BLOCK_SCAN), first)
-        end, count, largest = _merge(end, count, largest, other[0], other[1], other[2])
+        other = scan(load_slots(slots, first, stop, BLOCK_SCAN), first)
+        end, count, largest = merge(end, count, largest, other[0], other[1], other[2])
     end = tl.maximum(end, begin)
     holes = count != end - begin
     largest = tl.maximum(largest, 0)
@@ -208,16 +124,16 @@ def _attend(
     far = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
     coming = tl.zeros([BLOCK_N], slots.dtype.element_ty)
     if AHEAD:
-        coming = _load_tile(slots, begin, K, BLOCK_N, EVEN_K)
+        coming = load_tile(slots, begin, K, BLOCK_N, EVEN_K)
     # One tile at least, be it empty: where the loop may be left out, ptxas cannot tell that nothing
     # else writes `acc` while a product is under way, and waits after each `wgmma`.
     for offset in tl.range(0, tl.maximum(end - begin, 1), BLOCK_N, num_stages=STAGES):
         first = begin + offset
         if AHEAD:
             slot = coming
-            coming = _load_tile(slots, first + BLOCK_N, K, BLOCK_N, EVEN_K)
+            coming = load_tile(slots, first + BLOCK_N, K, BLOCK_N, EVEN_K)
         else:
-            slot = _load_tile(slots, first, K, BLOCK_N, EVEN_K)
+            slot = load_tile(slots, first, K, BLOCK_N, EVEN_K)
         # What is missing (-1, the largest unsigned number) reads the largest slot of the row, and
         # gets no weight: loads that need no mask cost half the instructions.
         slot = slot.to(tl.int32).to(tl.uint32, bitcast=True)
@@ -230,14 +146,14 @@ def _attend(
             # branch of its own: of products that follow from one another each group of warps
             # computes all, and these two groups share.
             if AHEAD:
-                latent = _load_latent(kv, slot, 0, L, W, SPAN, GROUP, NATIVE_FP8, WGMMA, DTYPE)
+                latent = load_latent(kv, slot, 0, L, W, SPAN, GROUP, NATIVE_FP8, WGMMA, DTYPE)
                 far = tl.dot(queries[0], tl.trans(latent), far, input_precision=PRECISION)  # type: ignore[misc]
             if P > 0:
-                rope = _load_rope(kv, slot, P, W, BLOCK_P, ROPE_OFFSET, GROUP, DTYPE)
+                rope = load_rope(kv, slot, P, W, BLOCK_P, ROPE_OFFSET, GROUP, DTYPE)
                 near = tl.dot(q_rope, tl.trans(rope), near, input_precision=PRECISION)
             if not AHEAD:
                 # Decoded while the product with the ropes is under way.
-                latent = _load_latent(kv, slot, 0, L, W, SPAN, GROUP, NATIVE_FP8, WGMMA, DTYPE)
+                latent = load_latent(kv, slot, 0, L, W, SPAN, GROUP, NATIVE_FP8, WGMMA, DTYPE)
                 far = tl.dot(queries[0], tl.trans(latent), far, input_precision=PRECISION)  # type: ignore[misc]
             values += (latent,)  # type: ignore[assignment]
             # LLVM knows that the former is true, Triton does not: it needs a branch, the GPU none.
@@ -252,10 +168,10 @@ def _attend(
         else:
             score = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
             if P > 0:
-                rope = _load_rope(kv, slot, P, W, BLOCK_P, ROPE_OFFSET, GROUP, DTYPE)
+                rope = load_rope(kv, slot, P, W, BLOCK_P, ROPE_OFFSET, GROUP, DTYPE)
                 score = tl.dot(q_rope, tl.trans(rope), score, input_precision=PRECISION)
             for part in tl.static_range(PARTS):
-                latent = _load_latent(
+                latent = load_latent(
                     kv, slot, part * SPAN, L, W, SPAN, GROUP, NATIVE_FP8, WGMMA, DTYPE
                 )
                 values += (latent,)  # type: ignore[assignment]
