@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 from topkapi.kernels.hopper.gather import (
+    DEQUANTISE,
     LATENT_DIM,
     ROPE_DIM,
     TWICE,
@@ -23,16 +24,6 @@ from topkapi.kernels.hopper.gather import (
 
 # Pairs of codes in a group of dims.
 PAIRS = tl.constexpr(64)
-# Two pairs of codes: the fp16 values of the first, and of the second, times a pair of factors.
-SCALED = tl.constexpr("""{
-    .reg .b16 low, high;
-    .reg .b32 pair;
-    mov.b32 {low, high}, $2;
-    cvt.rn.f16x2.e4m3x2 pair, low;
-    mul.rn.f16x2 $0, pair, $3;
-    cvt.rn.f16x2.e4m3x2 pair, high;
-    mul.rn.f16x2 $1, pair, $3;
-}""")
 # Two pairs of codes: the fp16 values of the first of each, and of the second of each.
 PARTED = tl.constexpr("""{
     .reg .b16 low, high;
@@ -111,7 +102,7 @@ def add_score(score, pairs, scale, query, FIRST: gl.constexpr, OPERAND: gl.const
     pair = gl.inline_asm_elementwise(TWICE, "=r,f", [scale], dtype=gl.int32, is_pure=True, pack=1)
     pair = gl.convert_layout(pair, gl.SliceLayout(1, OPERAND), assert_trivial=True)
     first, second = gl.inline_asm_elementwise(
-        SCALED, "=r,=r,r,r,r", [pairs, pair[:, None]], dtype=(gl.float16, gl.float16),
+        DEQUANTISE, "=r,=r,r,r,r", [pairs, pair[:, None]], dtype=(gl.float16, gl.float16),
         is_pure=True, pack=2,
     )  # fmt: skip
     turned = query.slice(FIRST, COUNT, dim=1).permute((1, 0))
