@@ -34,8 +34,9 @@ demo: $(STAMP)
 	@$(BIN)/python -m topkapi.demo
 
 test: $(STAMP)
-	# One thread a worker: the workers share the cores already.
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_JOBS) $(ARGS)
+	# One thread a worker: the workers share the cores already. Long tests lie side by side in their
+	# files, so who is done takes over half of what another has left.
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_JOBS) --dist worksteal $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
