@@ -78,7 +78,7 @@ def test_cuts_and_magnitudes(case: SparseMlaCase) -> None:
     check(case, inputs, got)
 
 
-@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("heads", [16, 32, 128])
 @pytest.mark.parametrize("cache", [BF16, FP8])
 def test_runs_give_the_same_bits_alone_and_together(heads: int, cache: torch.dtype) -> None:
     """No race, and with `batch_invariant` no trace of the batch."""

@@ -264,6 +264,15 @@ def gather_whole(
 
 
 @gluon.jit
+def _signal(slot, shifts, full, stage):
+    """That a tile is full: of each thread when its copies are there, and once for `shifts`."""
+    async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+    shifts.index(stage).store(gl.where(slot >= 0, 0.0, float("-inf")))
+    gl.thread_barrier()
+    mbarrier.arrive(full.index(stage), count=1)
+
+
+@gluon.jit
 def copy(
     kv, slots, K, splits, count, counted, latents, ropes, shifts, full, empty, W: gl.constexpr,
     N: gl.constexpr,
@@ -293,10 +302,7 @@ def copy(
         async_copy.async_copy_global_to_shared(
             ropes.index(stage), record + rope_dim[None, :], mask=valid
         )
-        async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
-        shifts.index(stage).store(gl.where(slot >= 0, 0.0, float("-inf")))
-        gl.thread_barrier()
-        mbarrier.arrive(full.index(stage), count=1)
+        _signal(slot, shifts, full, stage)
         slot = next_slot
         if tile == 1:
             mbarrier.wait(counted, 0)
@@ -339,10 +345,7 @@ def copy_codes(
             scales.index(stage), record + (LATENT_DIM // 4 + word)[None, :], mask=valid
         )
         _copy_rope(kv, slot, ropes, stage, RECORD)
-        async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
-        shifts.index(stage).store(gl.where(slot >= 0, 0.0, float("-inf")))
-        gl.thread_barrier()
-        mbarrier.arrive(full.index(stage), count=1)
+        _signal(slot, shifts, full, stage)
         slot = next_slot
         if tile == 1:
             mbarrier.wait(counted, 0)
