@@ -50,8 +50,9 @@ def check(case: SparseMlaCase, inputs: dict[str, Any], got: tuple[torch.Tensor, 
     tolerance = OUTPUT[case.dtype]
     lse = tolerance.lse
     if case.cache == FP8:
-        # A record's values carry the rounding of fp16, and so does the query.
-        tolerance, lse = replace(tolerance, relative=max(tolerance.relative, 2e-3)), 1e-3
+        # Weights carry the rounding of fp16; above 32 heads a record's values and the query, too.
+        tolerance = replace(tolerance, relative=max(tolerance.relative, 2e-3))
+        lse = 1e-4 if case.heads <= 32 else 1e-3
     assert_close("lse", got[1], want_lse, Tolerance(lse, lse, 0.0))
     assert_close("out", got[0], want_out, tolerance)
 
@@ -75,6 +76,18 @@ def test_cuts_and_magnitudes(case: SparseMlaCase) -> None:
     inputs = case.make(DEVICE)
     with poisoned_memory():
         got = ops.sparse_mla(**inputs, kernel="hopper")
+    check(case, inputs, got)
+
+
+@pytest.mark.parametrize("pattern", ["full", "holes", "tail"])
+@pytest.mark.parametrize("heads", [16, 32])
+def test_more_slots_than_a_program_lists_at_a_time(heads: int, pattern: str) -> None:
+    """A list has 32 tiles of 64; rows that are not split need three of them here."""
+    case = SparseMlaCase("listed", 5, heads=heads, k=4500, num_slots=6000, cache=FP8, dtype=BF16,
+                         pattern=pattern)  # fmt: skip
+    inputs = case.make(DEVICE)
+    with poisoned_memory():
+        got = ops.sparse_mla(**inputs, kernel="hopper", batch_invariant=True)
     check(case, inputs, got)
 
 

@@ -26,7 +26,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
-from topkapi.kernels.hopper.finish import finish, kept
 from topkapi.kernels.hopper.gather import (
     COPIED,
     LATENT_DIM,
@@ -35,9 +34,51 @@ from topkapi.kernels.hopper.gather import (
     tell_count,
     told_count,
 )
-from topkapi.kernels.hopper.softmax import exponents, start_query, wait_for_query
+from topkapi.kernels.hopper.softmax import close, exponents, start_query, wait_for_query
 from topkapi.kernels.triton.softmax import LOWEST
 from topkapi.kernels.triton.zero_unseen import zero_unseen
+
+
+@gluon.jit
+def _kept(buffer, BLOCK_H: gl.constexpr):
+    """Where a group leaves sums `[BLOCK_H, 512]` fp32, so that heads are read in one piece."""
+    TURNED: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
+    return buffer._reinterpret(gl.float32, [BLOCK_H, LATENT_DIM], TURNED)
+
+
+@gluon.jit
+def _finish(
+    sinks, out, lse, row, rows_stride, first, second, bests, totals_kept, GROUP: gl.constexpr,
+    GROUPS: gl.constexpr, H, SPLIT: gl.constexpr, HAS_SINKS: gl.constexpr,
+):  # fmt: skip
+    """Merge what the groups left in `first` and `second`: each finishes its share of the heads."""
+    BLOCK_H: gl.constexpr = first.shape[0]
+    EACH: gl.constexpr = BLOCK_H // GROUPS
+    FIRST: gl.constexpr = GROUP * EACH
+    READ: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
+    HEADS: gl.constexpr = gl.SliceLayout(1, READ)
+    best = bests.index(0).slice(FIRST, EACH, dim=0).load(HEADS)
+    total = gl.sum(totals_kept.index(0).slice(FIRST, EACH, dim=0).load(READ), axis=1)
+    rate = gl.full([EACH], 1.0, gl.float32, layout=HEADS)
+    other_rate = rate
+    if GROUPS == 2:
+        other = bests.index(1).slice(FIRST, EACH, dim=0).load(HEADS)
+        new_best = gl.maximum(best, other)
+        rate, other_rate = gl.exp2(best - new_best), gl.exp2(other - new_best)
+        best = new_best
+        other = gl.sum(totals_kept.index(1).slice(FIRST, EACH, dim=0).load(READ), axis=1)
+        total = total * rate + other * other_rate
+    head = FIRST + gl.arange(0, EACH, layout=HEADS)
+    inverse, logarithm = close(total, best, sinks, head, H, SPLIT, HAS_SINKS)
+    result = first.slice(FIRST, EACH, dim=0).load(READ) * (rate * inverse)[:, None]
+    if GROUPS == 2:
+        others = second.slice(FIRST, EACH, dim=0).load(READ)
+        result += others * (other_rate * inverse)[:, None]
+    place = gl.program_id(1).to(gl.int64) * rows_stride + row * H + head
+    dim = gl.arange(0, LATENT_DIM, layout=gl.SliceLayout(0, READ))
+    pointers = out + place[:, None] * LATENT_DIM + dim[None, :]
+    gl.store(pointers, result.to(out.dtype.element_ty), mask=(head < H)[:, None])
+    gl.store(lse + place, logarithm, mask=head < H)
 
 
 @gluon.jit
@@ -90,8 +131,8 @@ def _compute(
     # The first two tiles are filled in any case, and this group's results go where its tiles were.
     if tiles <= FIRST:
         mbarrier.wait(full.index(FIRST), 0)
-    first = kept(latents.index(0), BLOCK_H, LATENT_DIM)
-    second = kept(latents.index(1), BLOCK_H, LATENT_DIM)
+    first = _kept(latents.index(0), BLOCK_H)
+    second = _kept(latents.index(1), BLOCK_H)
     mine = first if FIRST == 0 else second
     mine.permute((1, 0)).store(sums)
     bests.index(FIRST).store(best)
@@ -102,8 +143,8 @@ def _compute(
     if GROUPS == 2:
         mbarrier.arrive(ready, count=1)
         mbarrier.wait(ready, 0)
-    finish(
-        sinks, out, lse, row, rows_stride, first, second, bests, totals_kept, FIRST, GROUPS, 0, H,
+    _finish(
+        sinks, out, lse, row, rows_stride, first, second, bests, totals_kept, FIRST, GROUPS, H,
         SPLIT, HAS_SINKS,
     )  # fmt: skip
 

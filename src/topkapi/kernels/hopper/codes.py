@@ -1,9 +1,9 @@
 """fp8 codes as left operands on sm90: dequantised in the registers that a product reads.
 
 A register holds two pairs of codes, as they lie in the record. For the scores rows are tokens, and
-it becomes the first and the second pair of four dims, times the scale of their group; the query
-lies in shared memory in the same order. For the output rows are pairs of dims and a register holds
-two tokens of a pair: it becomes both tokens' even dim and both tokens' odd dim, unscaled.
+it becomes the first and the second pair of four dims; the query lies in shared memory in the same
+order. For the output rows are pairs of dims and a register holds two tokens of a pair: it becomes
+both tokens' even dim and both tokens' odd dim. Scales are applied elsewhere.
 """
 
 from __future__ import annotations
@@ -13,14 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
-from topkapi.kernels.hopper.gather import (
-    DEQUANTISE,
-    LATENT_DIM,
-    ROPE_DIM,
-    TWICE,
-    exponent_of,
-    power_of_two,
-)
+from topkapi.kernels.hopper.gather import LATENT_DIM, exponent_of, power_of_two
 
 # Pairs of codes in a group of dims.
 PAIRS = tl.constexpr(64)
@@ -35,30 +28,33 @@ PARTED = tl.constexpr("""{
 }""")
 
 
-@gluon.jit
-def load_query(q, row, BLOCK_H: gl.constexpr, FIRST: gl.constexpr, WIDTH: gl.constexpr, H):
-    """Dims `FIRST : FIRST + WIDTH` of a row's heads `[BLOCK_H, WIDTH]`, zero past H."""
-    ROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    head = gl.arange(0, BLOCK_H, layout=gl.SliceLayout(1, ROW))
-    dim = FIRST + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, ROW))
-    place = (row * H + head)[:, None] * (LATENT_DIM + ROPE_DIM) + dim[None, :]
-    return gl.load(q + place, mask=(head < H)[:, None], other=0.0)
+# The same of codes as they lie: the first pair, and the second.
+IN_PAIRS = tl.constexpr("""{
+    .reg .b16 low, high;
+    mov.b32 {low, high}, $2;
+    cvt.rn.f16x2.e4m3x2 $0, low;
+    cvt.rn.f16x2.e4m3x2 $1, high;
+}""")
 
 
 @gluon.jit
-def prepare_query(latent, rope, q_latent, q_rope, stretches):
-    """The latent in fp16 below 2^9, to be multiplied by `stretches`, by which the rope is divided.
+def prepare_query(q_latent, q_rope, stretches):
+    """Of a query `[BLOCK_H, 512]`, `[BLOCK_H, 64]` as it is given what the products take, in place.
 
-    Of four dims the first two lie in the first half of `q_latent [BLOCK_H, 512]`.
+    The latent in fp16 below 2^9, to be multiplied by `stretches`, by which the rope is divided. Of
+    four dims the first two lie in the first half.
     """
-    BLOCK_H: gl.constexpr = latent.shape[0]
+    ROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    BLOCK_H: gl.constexpr = q_latent.shape[0]
     HALF: gl.constexpr = LATENT_DIM // 2
-    exponent = exponent_of(gl.max(gl.abs(latent.to(gl.float32)), axis=1)) - 8
+    given = q_latent._reinterpret(q_rope.dtype, q_latent.shape, q_latent.layout)
+    latent, rope = given.load(ROW).to(gl.float32), q_rope.load(ROW).to(gl.float32)
+    gl.thread_barrier()
+    exponent = exponent_of(gl.max(gl.abs(latent), axis=1)) - 8
     stretches.store(power_of_two(exponent))
     shrink = power_of_two(-exponent)[:, None]
-    q_rope.store((rope.to(gl.float32) * shrink).to(q_rope.dtype))
-    latent = (latent.to(gl.float32) * shrink).to(gl.float16)
-    latent = gl.reshape(latent, [BLOCK_H, LATENT_DIM // 4, 2, 2])
+    q_rope.store((rope * shrink).to(q_rope.dtype))
+    latent = gl.reshape((latent * shrink).to(gl.float16), [BLOCK_H, LATENT_DIM // 4, 2, 2])
     first, second = gl.split(gl.permute(latent, (0, 1, 3, 2)))
     q_latent.slice(0, HALF, dim=1).store(gl.reshape(first, [BLOCK_H, HALF]))
     q_latent.slice(HALF, HALF, dim=1).store(gl.reshape(second, [BLOCK_H, HALF]))
@@ -83,37 +79,33 @@ def columns(scales, TOKENS: gl.constexpr):
 
 
 @gluon.jit
-def by_tokens(codes, FIRST: gl.constexpr, COUNT: gl.constexpr, OPERAND: gl.constexpr):
-    """Pairs of codes `[N, COUNT]` from pair FIRST."""
-    return codes.slice(FIRST, COUNT, dim=1).load(OPERAND)
+def by_tokens(codes, GROUP: gl.constexpr, OPERAND: gl.constexpr):
+    """First and second pairs of a group's four dims, each `[N, 64]` fp16."""
+    pairs = codes.slice(GROUP * PAIRS, PAIRS, dim=1).load(OPERAND)
+    return gl.inline_asm_elementwise(
+        IN_PAIRS, "=r,=r,r", [pairs], dtype=(gl.float16, gl.float16), is_pure=True, pack=2
+    )
 
 
 @gluon.jit
-def by_dims(codes, GROUP: gl.constexpr, OPERAND: gl.constexpr):
-    """A group's pairs of codes `[64, N]`."""
+def turned(codes, GROUP: gl.constexpr, OPERAND: gl.constexpr):
+    """A group's pairs of codes `[64, N]`, for `by_dims`."""
     return codes.slice(GROUP * PAIRS, PAIRS, dim=1).permute((1, 0)).load(OPERAND)
 
 
 @gluon.jit
-def add_score(score, pairs, scale, query, FIRST: gl.constexpr, OPERAND: gl.constexpr):
-    """Start adding the product of codes, times `scale [N]`, with the query `[BLOCK_H, 512]`."""
-    COUNT: gl.constexpr = pairs.shape[1]
-    HALF: gl.constexpr = LATENT_DIM // 2
-    pair = gl.inline_asm_elementwise(TWICE, "=r,f", [scale], dtype=gl.int32, is_pure=True, pack=1)
-    pair = gl.convert_layout(pair, gl.SliceLayout(1, OPERAND), assert_trivial=True)
-    first, second = gl.inline_asm_elementwise(
-        DEQUANTISE, "=r,=r,r,r,r", [pairs, pair[:, None]], dtype=(gl.float16, gl.float16),
-        is_pure=True, pack=2,
-    )  # fmt: skip
-    turned = query.slice(FIRST, COUNT, dim=1).permute((1, 0))
-    score = warpgroup_mma(first, turned, score, use_acc=FIRST > 0, is_async=True)
-    turned = query.slice(HALF + FIRST, COUNT, dim=1).permute((1, 0))
-    return warpgroup_mma(second, turned, score, is_async=True)
-
-
-@gluon.jit
-def part(pairs):
+def by_dims(pairs):
     """Even and odd dims of a group's codes, each `[64, N]` fp16."""
     return gl.inline_asm_elementwise(
         PARTED, "=r,=r,r", [pairs], dtype=(gl.float16, gl.float16), is_pure=True, pack=2
     )
+
+
+@gluon.jit
+def start_score(first, second, query, zero, GROUP: gl.constexpr):
+    """Start the product of what `by_tokens` returned with the query `[BLOCK_H, 512]`."""
+    HALF: gl.constexpr = LATENT_DIM // 2
+    part = query.slice(GROUP * PAIRS, PAIRS, dim=1).permute((1, 0))
+    score = warpgroup_mma(first, part, zero, use_acc=False, is_async=True)
+    part = query.slice(HALF + GROUP * PAIRS, PAIRS, dim=1).permute((1, 0))
+    return warpgroup_mma(second, part, score, is_async=True)

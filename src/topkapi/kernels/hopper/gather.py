@@ -4,7 +4,7 @@ Programs that share a row take its tiles of N slots in turn, so where a program 
 depend on where the row ends: gathering begins while that is looked for (`tell_count`).
 
 A gathering partition waits until the next buffer is empty, fills it, and signals that. What lies in
-a filled buffer each of `gather_whole`, `copy` and `copy_codes` says; wherever there is
+a filled buffer each of `gather_whole`, `copy` and `gather_codes.copy_codes` says; wherever there is
 
     latents [N, 512]  the record's, in q's dtype; of an fp8 record, fp16 values that times 2^shift
                       are the record's
@@ -168,7 +168,7 @@ def _fill(slot, codes, scale, latents, grown, shifts, stage, line, FIRST: gl.con
 
 
 @gluon.jit
-def _copy_rope(kv, slot, ropes, stage, RECORD: gl.constexpr):
+def copy_rope(kv, slot, ropes, stage, RECORD: gl.constexpr):
     """Start copying the ropes of a tile's records as they are."""
     ROW: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     slot = gl.convert_layout(slot, gl.SliceLayout(1, ROW), assert_trivial=True)
@@ -248,7 +248,7 @@ def gather_whole(
         slot = _listed(lists, turn, step, K, 0, N, N)
         _list(slots, lists, turn + LISTED - 1, step, K, N)
         mbarrier.wait(empty.index(stage), ((turn // 2) & 1) ^ 1)
-        _copy_rope(kv, slot, ropes, stage, RECORD)
+        copy_rope(kv, slot, ropes, stage, RECORD)
         async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
         _fill(slot_a, codes_a, scale_a, latents, grown, shifts, stage, line, 0)
         codes_a, scale_a = _fetch(kv, next_a, RECORD)
@@ -264,7 +264,7 @@ def gather_whole(
 
 
 @gluon.jit
-def _signal(slot, shifts, full, stage):
+def signal_full(slot, shifts, full, stage):
     """That a tile is full: of each thread when its copies are there, and once for `shifts`."""
     async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
     shifts.index(stage).store(gl.where(slot >= 0, 0.0, float("-inf")))
@@ -302,56 +302,9 @@ def copy(
         async_copy.async_copy_global_to_shared(
             ropes.index(stage), record + rope_dim[None, :], mask=valid
         )
-        _signal(slot, shifts, full, stage)
+        signal_full(slot, shifts, full, stage)
         slot = next_slot
         if tile == 1:
             mbarrier.wait(counted, 0)
             tiles = gl.maximum(told_count(count), 2)
         tile += 1
-
-
-@gluon.jit
-def copy_codes(
-    kv, slots, K, splits, count, counted, codes, scales, ropes, shifts, full, empty,
-    RECORD: gl.constexpr, N: gl.constexpr,
-):  # fmt: skip
-    """Fill every tile with fp8 records as they are by asynchronous copies, 16 bytes each.
-
-    `codes [N, 256]` pairs, `scales [N, 4]`, `ropes` and `shifts` of as many tiles as there is room
-    for. Otherwise as `copy`.
-    """
-    ROW: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
-    STAGES: gl.constexpr = codes.shape[0]
-    WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
-    codes = codes._reinterpret(gl.int32, [STAGES, N, LATENT_DIM // 4], WORDS)
-    scales = scales._reinterpret(gl.int32, [STAGES, N, GROUPS], scales.layout)
-    ropes = ropes._reinterpret(gl.int32, [STAGES, N, ROPE_DIM // 2], WORDS)
-    first = gl.program_id(1) * N
-    slot = _slots_at(slots, first, K, N)
-    words = kv.to(gl.pointer_type(gl.int32))
-    tile, tiles = 0, 2
-    stage, phase = 0, 1
-    while tile < tiles:
-        next_slot = _slots_at(slots, first + (tile + 1) * splits * N, K, N)
-        mbarrier.wait(empty.index(stage), phase)
-        valid = (slot >= 0)[:, None]
-        record = (words + gl.maximum(slot, 0).to(gl.int64) * RECORD)[:, None]
-        word = gl.arange(0, LATENT_DIM // 4, layout=gl.SliceLayout(0, ROW))
-        async_copy.async_copy_global_to_shared(
-            codes.index(stage), record + word[None, :], mask=valid
-        )
-        word = gl.arange(0, GROUPS, layout=gl.SliceLayout(0, ROW))
-        async_copy.async_copy_global_to_shared(
-            scales.index(stage), record + (LATENT_DIM // 4 + word)[None, :], mask=valid
-        )
-        _copy_rope(kv, slot, ropes, stage, RECORD)
-        _signal(slot, shifts, full, stage)
-        slot = next_slot
-        if tile == 1:
-            mbarrier.wait(counted, 0)
-            tiles = gl.maximum(told_count(count), 2)
-        tile += 1
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1

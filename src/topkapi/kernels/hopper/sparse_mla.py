@@ -44,9 +44,11 @@ def choose_tile(heads: int, fp8: bool) -> Tile:
     if block == 64:
         return Tile(64, attend_wide, {"REGISTERS": 208})
     if fp8 and block == 32:
-        return Tile(32, attend_narrow_fp8, {"STAGES": 3, "REGISTERS": 232})
+        registers = {"SCORE_REGISTERS": 128, "SUM_REGISTERS": 208}
+        return Tile(32, attend_narrow_fp8, {"STAGES": 3, **registers})
     if fp8:
-        return Tile(16, attend_narrow_fp8, {"STAGES": 4, "REGISTERS": 208})
+        registers = {"SCORE_REGISTERS": 168, "SUM_REGISTERS": 128}
+        return Tile(16, attend_narrow_fp8, {"STAGES": 4, **registers})
     # 32 heads are 128 sums a thread, too many for two groups.
     return Tile(block, attend_narrow, {"GROUPS": 2 if block == 16 else 1})
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from topkapi.dispatch import Kernel, Problem
 from topkapi.kernels.triton.softmax import LN2, LOG2E, LOWEST, limit, weigh
@@ -229,6 +229,7 @@ def _combine(
     there = split < splits
     if EARLY:
         gdc_wait()
+        gdc_launch_dependents()
     value = tl.load(
         partial + share[:, None] * L + dim[None, :],
         mask=there[:, None] & (dim < L)[None, :],
