@@ -50,7 +50,7 @@ def check(case: SparseMlaCase, inputs: dict[str, Any], got: tuple[torch.Tensor, 
     tolerance = OUTPUT[case.dtype]
     lse = tolerance.lse
     if case.cache == FP8:
-        # Weights carry the rounding of fp16; above 32 heads a record's values and the query, too.
+        # Weights and the query carry the rounding of fp16, above 32 heads a record's values, too.
         tolerance = replace(tolerance, relative=max(tolerance.relative, 2e-3))
         lse = 1e-4 if case.heads <= 32 else 1e-3
     assert_close("lse", got[1], want_lse, Tolerance(lse, lse, 0.0))

@@ -101,7 +101,7 @@ def _weigh(score, best, scales, weights, FIRST: gl.constexpr):
 def _note_excess(score, best, raises):
     """Whether a score exceeds `best` by more than SLACK: each warp's answer into `raises [4]`."""
     BLOCK_H: gl.constexpr = score.shape[1]
-    excess = gl.where(score > best[None, :] + SLACK, 1.0, 0.0)
+    excess = gl.where(score > best[None, :] + SLACK, 1, 0)
     # First over what one thread holds.
     excess = gl.reshape(excess, [4, 2, 8, BLOCK_H // 8, 4, 2])
     excess = gl.max(gl.max(gl.max(excess, axis=5), axis=3), axis=1)
@@ -350,7 +350,7 @@ def attend_narrow_fp8(
     weights_1 = gl.allocate_shared_memory(gl.float16, [2, BLOCK_N, BLOCK_H], WEIGHTS)
     weights_2 = gl.allocate_shared_memory(gl.float16, [2, BLOCK_N, BLOCK_H], WEIGHTS)
     weights_3 = gl.allocate_shared_memory(gl.float16, [2, BLOCK_N, BLOCK_H], WEIGHTS)
-    raises = gl.allocate_shared_memory(gl.float32, [2, 4], VECTOR)
+    raises = gl.allocate_shared_memory(gl.int32, [2, 4], VECTOR)
     bests = gl.allocate_shared_memory(gl.float32, [2, BLOCK_H], VECTOR)
     totals = gl.allocate_shared_memory(gl.float32, [2, BLOCK_H, 4], PLAIN)
     made = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)

@@ -207,7 +207,7 @@ def attend_wide(
     ropes = gl.allocate_shared_memory(OPERAND, [2, BLOCK_N, ROPE_DIM], SHARED)
     shifts = gl.allocate_shared_memory(gl.float32, [2, BLOCK_N], VECTOR)
     bests = gl.allocate_shared_memory(gl.float32, [2, BLOCK_H], VECTOR)
-    raises = gl.allocate_shared_memory(gl.float32, [2, 4], VECTOR)
+    raises = gl.allocate_shared_memory(gl.int32, [2, 4], VECTOR)
     sides = gl.allocate_shared_memory(gl.float32, [2, BLOCK_H], VECTOR)
     count = gl.allocate_shared_memory(gl.int32, [1], VECTOR)
     full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())

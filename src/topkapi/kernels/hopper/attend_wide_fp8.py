@@ -239,7 +239,7 @@ def attend_wide_fp8(
     shifts = gl.allocate_shared_memory(gl.float32, [4, BLOCK_N], VECTOR)
     lists = gl.allocate_shared_memory(gl.int32, [LISTED, BLOCK_N], VECTOR)
     bests = gl.allocate_shared_memory(gl.float32, [2, BLOCK_H], VECTOR)
-    raises = gl.allocate_shared_memory(gl.float32, [2, 4], VECTOR)
+    raises = gl.allocate_shared_memory(gl.int32, [2, 4], VECTOR)
     sides = gl.allocate_shared_memory(gl.float32, [2, BLOCK_H], VECTOR)
     count = gl.allocate_shared_memory(gl.int32, [1], VECTOR)
     full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())

@@ -142,7 +142,7 @@ def share_weights(score, rate, best, weights, bests, raises, ready):
     """
     top = gl.max(score, axis=1) * rate
     new_best = gl.where(top > best + SLACK, top, best)
-    by_warp = gl.reshape(gl.where(new_best != best, 1.0, 0.0), [4, best.shape[0] // 4])
+    by_warp = gl.reshape(gl.where(new_best != best, 1, 0), [4, best.shape[0] // 4])
     raises.store(gl.max(by_warp, axis=1))
     weight = gl.exp2(score * rate - new_best[:, None])
     weights.store(weight.to(weights.dtype))
@@ -156,7 +156,7 @@ def share_weights(score, rate, best, weights, bests, raises, ready):
 @gluon.jit
 def raised(raises):
     """Whether `share_weights` noted anything; the same in all warps."""
-    return gl.max(raises.load(gl.BlockedLayout([4], [32], [4], [0])), axis=0) > 0.0
+    return gl.max(raises.load(gl.BlockedLayout([4], [32], [4], [0])), axis=0) > 0
 
 
 @gluon.jit
