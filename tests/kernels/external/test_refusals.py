@@ -125,6 +125,19 @@ def test_what_cannot_be_taken(name: str, changes: dict[str, Any], match: str) ->
                 raise AssertionError(kernel.reason(problem))
 
 
+@pytest.mark.parametrize(("package", "taken"), [("flash_mla", True), ("sgl_kernel", False)])
+def test_sinks_depend_on_the_build(
+    package: str, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packages, "probe", lambda providers: Loaded(None, package, "1.0"))
+    (kernel,) = (one for one in KERNELS if one.name == "flashmla_kv")
+    problem = problem_of(kernel)
+    assert kernel.reason(problem) is None
+    reason = kernel.reason(replace(problem, features=frozenset({"sinks"})))
+    assert (reason is None) == taken
+    assert taken or "no attention sinks in the build of sgl_kernel" in str(reason)
+
+
 @pytest.mark.parametrize("kernel", KERNELS, ids=named)
 def test_deterministic_steps_take_no_peer(kernel: Kernel) -> None:
     problem = replace(problem_of(kernel), features=frozenset({"batch_invariant"}))

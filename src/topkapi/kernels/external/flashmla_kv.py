@@ -35,6 +35,9 @@ RECORD = 656
 # Its schedule is made by one program that holds five words a row, and one, in sm90's 227 KB.
 MOST_ROWS = (232448 // 4 - 1) // 5
 
+# Packages whose build of it has none.
+WITHOUT_SINKS = ("sgl_kernel",)
+
 # (q [R, 1, H, 576], kv [pages, page, 1, 656], indices [R, 1, K], sinks, metadata, splits, scale) to
 # (out [R, 1, H, 512], lse [R, H, 1], metadata, splits).
 Decode = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]
@@ -148,7 +151,12 @@ def _refuse(problem: Problem) -> str | None:
         return f"reads fp8 records of {RECORD} bytes, got {problem.cache_format}"
     if problem.rows > MOST_ROWS:
         return f"schedules at most {MOST_ROWS} rows, got {problem.rows}"
-    return refuse_static(problem) or refuse_package(PROVIDERS)
+    if reason := refuse_static(problem) or refuse_package(PROVIDERS):
+        return reason
+    package = loaded(PROVIDERS).package
+    if "sinks" in problem.features and package in WITHOUT_SINKS:
+        return f"has no attention sinks in the build of {package}"
+    return None
 
 
 def _heads_computed(problem: Problem) -> int:

@@ -45,6 +45,10 @@ from topkapi.kernels.triton.target import (
 )
 from topkapi.layout.latent import LATENT_FP8, latent_layout
 
+# Programs of the merge that run at once, eight on each of 132 SMs. A grid of more is slowed down by
+# what it lets start.
+ONE_WAVE = tl.constexpr(1056)
+
 TRITON_DTYPE = {
     torch.float32: tl.float32,
     torch.float16: tl.float16,
@@ -229,7 +233,8 @@ def _combine(
     there = split < splits
     if EARLY:
         gdc_wait()
-        gdc_launch_dependents()
+        if tl.num_programs(0) * tl.num_programs(1) <= ONE_WAVE:
+            gdc_launch_dependents()
     value = tl.load(
         partial + share[:, None] * L + dim[None, :],
         mask=there[:, None] & (dim < L)[None, :],
