@@ -18,8 +18,8 @@ from topkapi.layout.latent import latent_layout
 
 KERNELS = ("attend_wide", "attend_wide_fp8", "attend_narrow", "attend_narrow_fp8")
 
-# Bytes of stack a thread that a kernel may use: the gathering warps beside 128 sums a thread spill.
-STACK = 256
+# Bytes of stack a thread that a kernel may use: beside 128 sums a thread few registers are left.
+STACK = 96
 
 LAUNCHES = {
     "prefill, 128 heads": (4096, 128, BF16, {}),

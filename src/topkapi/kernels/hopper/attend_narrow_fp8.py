@@ -130,6 +130,7 @@ def _score_tiles(
     q_latent, q_rope, stretches, _ = query
     codes, scales, ropes, shifts, full, _ = records
     weights, raises, bests, totals, made, free, summed = weighed
+    _, _, _, _, _, count, _ = turns
     BLOCK_H: gl.constexpr = q_latent.shape[1]
     N: gl.constexpr = codes.shape[1]
     STAGES: gl.constexpr = codes.shape[0]
@@ -140,7 +141,7 @@ def _score_tiles(
     best = gl.full([BLOCK_H], LOWEST, gl.float32, layout=HEADS)
     zero = gl.full([N, BLOCK_H], 0.0, gl.float32, layout=SCORE)
     total = _by_warp(zero)
-    tiles = told_count(turns[5])
+    tiles = told_count(count)
     for tile in range(FIRST, tiles, 2):
         origin = zero_unseen(tile)
         stage = tile % STAGES + origin
@@ -248,7 +249,7 @@ def _sum_up(
     sinks, out, lse, row, rows_stride = result
     codes, _, _, _, full, empty = records
     weights, raises, bests, totals, made, free, summed = weighed
-    _, _, _, _, _, count, counted = turns
+    _, _, _, _, _, count, known = turns
     STAGES: gl.constexpr = codes.shape[0]
     N: gl.constexpr = codes.shape[1]
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_H, 16])
@@ -257,7 +258,7 @@ def _sum_up(
     best = gl.full([BLOCK_H], LOWEST, gl.float32, layout=HEADS)
     zero = gl.full([N, BLOCK_H], 0.0, gl.float32, layout=SUMS)
     sums = (zero, zero, zero, zero, zero, zero, zero, zero)
-    mbarrier.wait(counted, 0)
+    mbarrier.wait(known, 0)
     tiles = told_count(count)
     # The first two tiles are filled in any case.
     mbarrier.wait(full.index(0), 0)
@@ -298,10 +299,11 @@ def _sum_up(
 def _score_first(loaded, scale, cap, turns, query, records, weighed, HAS_CAP: gl.constexpr):
     """Slots, query and what the first weights are relative to; then the even tiles."""
     q_latent, q_rope, stretches, prepared = query
-    bests = weighed[2]
+    codes, _, _, _, _, _ = records
+    _, _, bests, _, _, _, _ = weighed
     BLOCK_H: gl.constexpr = q_latent.shape[1]
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    list_turns(loaded, turns, records[0].shape[1])
+    list_turns(loaded, turns, codes.shape[1])
     lowest = gl.full([BLOCK_H], LOWEST, gl.float32, layout=ONE)
     bests.index(0).store(lowest)
     bests.index(1).store(lowest)
@@ -316,7 +318,8 @@ def _score_first(loaded, scale, cap, turns, query, records, weighed, HAS_CAP: gl
 @gluon.jit
 def _score_second(scale, cap, turns, query, records, weighed, HAS_CAP: gl.constexpr):
     """The odd tiles."""
-    mbarrier.wait(query[3], 0)
+    _, _, _, prepared = query
+    mbarrier.wait(prepared, 0)
     _score_tiles(scale, cap, turns, query, records, weighed, 1, HAS_CAP)
 
 
@@ -363,7 +366,7 @@ def attend_narrow_fp8(
     lists = gl.allocate_shared_memory(gl.int32, [LINES, BLOCK_N], VECTOR)
     count = gl.allocate_shared_memory(gl.int32, [1], VECTOR)
     listed = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    counted_up = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    known = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=COPIED)
         mbarrier.init(empty.index(stage), count=1)
@@ -373,11 +376,11 @@ def attend_narrow_fp8(
     mbarrier.init(summed, count=2)
     mbarrier.init(prepared, count=1)
     mbarrier.init(listed, count=1)
-    mbarrier.init(counted_up, count=1)
+    mbarrier.init(known, count=1)
     gdc_wait()
     loaded = load_turns(slots, 0, splits, K, BLOCK_N)
     start_query(q, row, 0, q_latent.index(0), q_rope.index(0), H)
-    turns = (slots, K, splits, lists, listed, count, counted_up)
+    turns = (slots, K, splits, lists, listed, count, known)
     query = (q_latent, q_rope, stretches, prepared)
     records = (codes, scales, ropes, shifts, full, empty)
     weights = (weights_0, weights_1, weights_2, weights_3)
