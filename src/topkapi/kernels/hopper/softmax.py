@@ -155,7 +155,7 @@ def share_weights(score, rate, best, weights, bests, raises, ready):
 
 @gluon.jit
 def raised(raises):
-    """Whether `share_weights` noted anything; the same in all warps."""
+    """Whether a group noted that maxima moved; the same in all warps."""
     return gl.max(raises.load(gl.BlockedLayout([4], [32], [4], [0])), axis=0) > 0
 
 
