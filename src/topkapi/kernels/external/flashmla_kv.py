@@ -35,7 +35,7 @@ RECORD = 656
 # Its schedule is made by one program that holds five words a row, and one, in sm90's 227 KB.
 MOST_ROWS = (232448 // 4 - 1) // 5
 
-# Packages whose build of it has none.
+# Packages whose build of the kernel has no attention sinks.
 WITHOUT_SINKS = ("sgl_kernel",)
 
 # (q [R, 1, H, 576], kv [pages, page, 1, 656], indices [R, 1, K], sinks, metadata, splits, scale) to

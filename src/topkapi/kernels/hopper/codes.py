@@ -26,8 +26,6 @@ PARTED = tl.constexpr("""{
     cvt.rn.f16x2.e4m3x2 $0, low;
     cvt.rn.f16x2.e4m3x2 $1, high;
 }""")
-
-
 # The same of codes as they lie: the first pair, and the second.
 IN_PAIRS = tl.constexpr("""{
     .reg .b16 low, high;

@@ -45,8 +45,8 @@ from topkapi.kernels.triton.target import (
 )
 from topkapi.layout.latent import LATENT_FP8, latent_layout
 
-# Programs of the merge that run at once, eight on each of 132 SMs. A grid of more is slowed down by
-# what it lets start.
+# Programs of the merge that run at once on an H200, eight on each of 132 SMs. A grid of more was
+# slowed down by the trigger. A limit of speed alone, so one number for all.
 ONE_WAVE = tl.constexpr(1056)
 
 TRITON_DTYPE = {
@@ -343,7 +343,9 @@ def combine(
 ) -> None:
     """Merge `partial [splits, R, H, L]` fp32 and their base-2 lse into `out` and `lse`.
 
-    `early` (sm90 on) launches before the kernel that writes them has ended, and waits there.
+    `early` (sm90 on) launches before the kernel that writes them has ended, and waits there. Then a
+    grid of one wave lets its successor start in the same way: one that is launched early waits for
+    this merge before it reads or writes anything, as all ours do; any other starts after it.
     """
     splits, rows, heads, latent = partial.shape
     block_splits = triton.next_power_of_2(splits)
