@@ -43,7 +43,7 @@ def test_sparse_mla(case: SparseMlaCase, phase: Any) -> None:
     if case.dtype == torch.float32:
         # Sums over 576 dims run one after the other, in fp32.
         tolerance, bound = Tolerance(2e-5, 1e-4, 0.0), Tolerance(2e-5, 2e-5, 0.0)
-    elif case.cache == torch.uint8:
+    elif case.cache == torch.uint8 and case.heads >= 64:
         # fp8 records become bf16 operands: a score carries one rounding of each latent value.
         bound = Tolerance(3e-3, 3e-3, 0.0)
     assert_close("lse", lse, want_lse, bound)

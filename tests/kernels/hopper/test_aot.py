@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 from kernels.triton.aot import SHARED_MEMORY, compile_for, machine_code
 from kernels.triton.test_aot import BF16, FP8, Recorder, device_of, meta
 from topkapi.kernels.hopper import sparse_mla
+from topkapi.kernels.triton import sparse_mla_merge
 from topkapi.layout.latent import latent_layout
 
 KERNELS = ("attend_wide", "attend_wide_fp8", "attend_narrow", "attend_narrow_fp8")
@@ -45,7 +46,7 @@ def test_compiles_fits_and_overlaps(
         recorders.append(recorder)
         monkeypatch.setattr(sparse_mla, attribute, recorder)
     monkeypatch.setattr(sparse_mla, "target_of", lambda tensor: device_of(90))
-    monkeypatch.setattr(sparse_mla.portable, "combine", lambda *args, **kwargs: None)
+    monkeypatch.setattr(sparse_mla, "combine", lambda *args, **kwargs: None)
     sinks: dict[str, Any] = {"sinks": meta(heads, dtype=torch.float32)} if options else {}
     sparse_mla.sparse_mla(
         meta(rows, heads, 576, dtype=BF16),
@@ -80,7 +81,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, tuple[Any, ...]]]:
     for attribute in KERNELS:
         monkeypatch.setattr(sparse_mla, attribute, Kernel())
     monkeypatch.setattr(sparse_mla, "target_of", lambda tensor: device_of(90))
-    monkeypatch.setattr(sparse_mla.portable, "combine", lambda *args, **kwargs: None)
+    monkeypatch.setattr(sparse_mla, "combine", lambda *args, **kwargs: None)
     return seen
 
 
@@ -124,11 +125,11 @@ def test_partial_results_are_on_their_way_at_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The merge of split rows waits for memory once: none of its loads waits for another's."""
-    recorder = Recorder(sparse_mla.portable._combine)
-    monkeypatch.setattr(sparse_mla.portable, "_combine", recorder)
+    recorder = Recorder(sparse_mla_merge._combine)
+    monkeypatch.setattr(sparse_mla_merge, "_combine", recorder)
     for splits in (4, 16):
         shape = (splits, 32, 16)
-        sparse_mla.portable.combine(
+        sparse_mla_merge.combine(
             meta(*shape, 512, dtype=torch.float32), meta(*shape, dtype=torch.float32), None,
             meta(32, 16, 512, dtype=BF16), meta(32, 16, dtype=torch.float32), early=True,
         )  # fmt: skip

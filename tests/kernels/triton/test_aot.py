@@ -30,6 +30,7 @@ from topkapi.kernels.triton import (
     rope,
     select,
     sparse_mla,
+    sparse_mla_merge,
     step_metadata,
     topk,
 )
@@ -197,7 +198,8 @@ CALLS = {
 }
 KERNELS = (
     (sparse_mla, "_attend"),
-    (sparse_mla, "_combine"),
+    (sparse_mla, "attend_codes"),
+    (sparse_mla_merge, "_combine"),
     (indexer_logits, "_score"),
     (indexer_logits, "_score_stream"),
     (indexer_logits, "_score_sm90"),
@@ -284,8 +286,9 @@ def sparse_mla_sm90(
     **options: Any,
 ) -> str:
     """The machine code of prefill."""
-    recorder = Recorder(sparse_mla._attend)
-    monkeypatch.setattr(sparse_mla, "_attend", recorder)
+    kernel = "attend_codes" if cache == FP8 and heads < 64 else "_attend"
+    recorder = Recorder(getattr(sparse_mla, kernel))
+    monkeypatch.setattr(sparse_mla, kernel, recorder)
     monkeypatch.setattr(sparse_mla, "target_of", lambda tensor: device_of(90))
     monkeypatch.setattr(sparse_mla, "combine", lambda *args, **options: None)
     q = meta(4096, heads, latent + rope, dtype=BF16)
@@ -314,15 +317,17 @@ def test_two_groups_of_warps_share_the_scores_of_64_heads(
 
 
 @pytest.mark.parametrize("options", [{}, {"splits": 3}], ids=["prefill", "split"])
-def test_few_heads_copy_fp8_codes_ahead_and_decode_them_once(
+def test_few_heads_decode_fp8_codes_in_the_registers_of_the_products(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     code = sparse_mla_sm90(monkeypatch, tmp_path, cache=FP8, heads=16, **options)
     tiles = code[code.index("HMMA.16816") :]
     assert "LDG.E.128" not in tiles
     assert tiles.index("HMMA.16816") < tiles.index("LDGSTS.E.BYPASS.128") < tiles.index("MUFU.EX2")
-    # 32 tokens of 512 values, two of a thread at once, 128 threads.
-    assert code.count("F2FP.F16.E4M3.UNPACK_B") == 32 * 512 // 128 // 2
+    # 64 tokens of 512 values for two products, two of a thread at once, 128 threads.
+    assert code.count("F2FP.F16.E4M3.UNPACK_B") == 2 * 64 * 512 // 128 // 2
+    # Nothing decoded goes to shared memory: what is stored there are weights and maxima.
+    assert not re.search(r"STS\.(64|128)", tiles[: tiles.rindex("HMMA.16816")])
 
 
 WAIT = "WARPGROUP.DEPBAR.LE gsb0, 0x0"

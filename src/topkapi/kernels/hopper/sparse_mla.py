@@ -18,6 +18,7 @@ from topkapi.kernels.hopper.attend_narrow_fp8 import attend_narrow_fp8
 from topkapi.kernels.hopper.attend_wide import attend_wide
 from topkapi.kernels.hopper.attend_wide_fp8 import attend_wide_fp8
 from topkapi.kernels.triton import sparse_mla as portable
+from topkapi.kernels.triton.sparse_mla_merge import combine
 from topkapi.kernels.triton.sparse_mla_tiles import choose_splits
 from topkapi.kernels.triton.target import target_of
 from topkapi.layout.latent import LATENT_FP8
@@ -114,7 +115,7 @@ def sparse_mla(
         num_warps=4, launch_pdl=True, **tile.options,
     )  # fmt: skip
     if splits > 1:
-        portable.combine(target, target_lse, sinks, out, lse, early=True)
+        combine(target, target_lse, sinks, out, lse, early=True)
     return out, lse
 
 

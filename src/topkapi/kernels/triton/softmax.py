@@ -21,9 +21,8 @@ LOWEST = tl.constexpr(-1.0e30)
 def _add(total, shrink, weight, WGMMA: tl.constexpr):
     """The sums `total` of earlier weights, shrunk, and those of this tile, `[BLOCK_H, 1]`.
 
-    Or several sums a head, added up once at the end: where `total` is as wide as the tile, each
-    column's own. With `wgmma` two groups of warps share a tile: `[BLOCK_H, 8]` are sums of the
-    columns that one thread holds, neighbours and those 8 apart.
+    With `wgmma`, where two groups of warps share a tile, several sums a head, added up once at the
+    end: `[BLOCK_H, 8]`, each of the columns that one thread holds, neighbours and those 8 apart.
     """
     if WGMMA:
         HELD: tl.constexpr = [weight.shape[0], 2, weight.shape[1] // 16, 4, 2]
@@ -32,8 +31,6 @@ def _add(total, shrink, weight, WGMMA: tl.constexpr):
         shrink = tl.reshape(tl.broadcast_to(shrink, weight.shape), HELD)
         shrink = tl.reshape(tl.max(tl.max(shrink, axis=4), axis=2), EIGHT)
         held = tl.reshape(tl.sum(tl.sum(tl.reshape(weight, HELD), axis=4), axis=2), EIGHT)
-    elif total.shape[1] == weight.shape[1]:
-        held = weight
     else:
         held = tl.sum(weight, axis=1)[:, None]
     return total * shrink + held

@@ -18,17 +18,19 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from topkapi.dispatch import Kernel, Problem
-from topkapi.kernels.triton.softmax import LN2, LOG2E, LOWEST, limit, weigh
-from topkapi.kernels.triton.sparse_mla_gather import (
-    load_latent,
-    load_rope,
+from topkapi.kernels.triton.softmax import LOG2E, LOWEST, limit, weigh
+from topkapi.kernels.triton.sparse_mla_codes import attend_codes
+from topkapi.kernels.triton.sparse_mla_gather import load_latent, load_rope
+from topkapi.kernels.triton.sparse_mla_merge import combine
+from topkapi.kernels.triton.sparse_mla_row import (
+    close,
     load_slots,
     load_tile,
-    merge,
-    scan,
+    readable,
+    scan_row,
+    stretch_of_row,
 )
 from topkapi.kernels.triton.sparse_mla_tiles import (
     Tile,
@@ -38,16 +40,13 @@ from topkapi.kernels.triton.sparse_mla_tiles import (
     shares_scores,
 )
 from topkapi.kernels.triton.target import (
+    decoder_of,
     launches_early,
     native_fp8,
     refuse_device,
     target_of,
 )
 from topkapi.layout.latent import LATENT_FP8, latent_layout
-
-# Programs of the merge that run at once on an H200, eight on each of 132 SMs. A grid of more was
-# slowed down by the trigger. A limit of speed alone, so one number for all.
-ONE_WAVE = tl.constexpr(1056)
 
 TRITON_DTYPE = {
     torch.float32: tl.float32,
@@ -85,12 +84,7 @@ def _attend(
     split = tl.program_id(1)
     slots += row * slots_stride
 
-    begin, stop = 0, K
-    if SPLIT:
-        tiles = (K + BLOCK_N - 1) // BLOCK_N
-        span = ((tiles + splits - 1) // splits) * BLOCK_N
-        begin = split * span
-        stop = tl.minimum(K, begin + span)
+    begin, stop = stretch_of_row(K, split, splits, BLOCK_N, SPLIT)
     # Scanned below, when the query is under way as well.
     found = load_slots(slots, begin, stop, BLOCK_SCAN)
 
@@ -111,18 +105,10 @@ def _attend(
         q_rope = tl.load(query + L + rope_dim, mask=in_heads & (rope_dim < P), other=0.0)
         q_rope = q_rope.to(DTYPE)  # [BLOCK_H, BLOCK_P]
 
-    # Up to the last slot that is not -1: padding costs nothing, and it is usually at the end.
-    end, count, largest = scan(found, begin)
-    for first in range(begin + BLOCK_SCAN, stop, BLOCK_SCAN):
-        other = scan(load_slots(slots, first, stop, BLOCK_SCAN), first)
-        end, count, largest = merge(end, count, largest, other[0], other[1], other[2])
-    end = tl.maximum(end, begin)
-    holes = count != end - begin
-    largest = tl.maximum(largest, 0)
-
+    end, holes, largest = scan_row(found, slots, begin, stop, BLOCK_SCAN)
     best = tl.full([BLOCK_H], LOWEST, tl.float32)
-    # So many sums of weights a head that no thread needs another's: two barriers less a tile.
-    total = tl.zeros([BLOCK_H, 8 if WGMMA else BLOCK_N if GROUP > 0 else 1], tl.float32)
+    # With `wgmma` so many sums of weights a head that no thread needs another's: two barriers less.
+    total = tl.zeros([BLOCK_H, 8 if WGMMA else 1], tl.float32)
     rate = LOG2E if HAS_CAP else scale * LOG2E
     near = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
     far = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
@@ -138,10 +124,7 @@ def _attend(
             coming = load_tile(slots, first + BLOCK_N, K, BLOCK_N, EVEN_K)
         else:
             slot = load_tile(slots, first, K, BLOCK_N, EVEN_K)
-        # What is missing (-1, the largest unsigned number) reads the largest slot of the row, and
-        # gets no weight: loads that need no mask cost half the instructions.
-        slot = slot.to(tl.int32).to(tl.uint32, bitcast=True)
-        slot = tl.minimum(slot, largest.to(tl.uint32)).to(tl.int64)
+        slot = readable(slot, largest)
         values = ()
         if WGMMA:
             # Both products stay under way until the branch below, which Triton puts last: the loads
@@ -150,14 +133,14 @@ def _attend(
             # branch of its own: of products that follow from one another each group of warps
             # computes all, and these two groups share.
             if AHEAD:
-                latent = load_latent(kv, slot, 0, L, W, SPAN, GROUP, NATIVE_FP8, WGMMA, DTYPE)
+                latent = load_latent(kv, slot, 0, L, W, SPAN, GROUP, NATIVE_FP8, DTYPE)
                 far = tl.dot(queries[0], tl.trans(latent), far, input_precision=PRECISION)  # type: ignore[misc]
             if P > 0:
                 rope = load_rope(kv, slot, P, W, BLOCK_P, ROPE_OFFSET, GROUP, DTYPE)
                 near = tl.dot(q_rope, tl.trans(rope), near, input_precision=PRECISION)
             if not AHEAD:
                 # Decoded while the product with the ropes is under way.
-                latent = load_latent(kv, slot, 0, L, W, SPAN, GROUP, NATIVE_FP8, WGMMA, DTYPE)
+                latent = load_latent(kv, slot, 0, L, W, SPAN, GROUP, NATIVE_FP8, DTYPE)
                 far = tl.dot(queries[0], tl.trans(latent), far, input_precision=PRECISION)  # type: ignore[misc]
             values += (latent,)  # type: ignore[assignment]
             # LLVM knows that the former is true, Triton does not: it needs a branch, the GPU none.
@@ -175,35 +158,16 @@ def _attend(
                 rope = load_rope(kv, slot, P, W, BLOCK_P, ROPE_OFFSET, GROUP, DTYPE)
                 score = tl.dot(q_rope, tl.trans(rope), score, input_precision=PRECISION)
             for part in tl.static_range(PARTS):
-                latent = load_latent(
-                    kv, slot, part * SPAN, L, W, SPAN, GROUP, NATIVE_FP8, WGMMA, DTYPE
-                )
+                latent = load_latent(kv, slot, part * SPAN, L, W, SPAN, GROUP, NATIVE_FP8, DTYPE)
                 values += (latent,)  # type: ignore[assignment]
-                if GROUP == 0:
-                    score = tl.dot(
-                        queries[part], tl.trans(latent), score, input_precision=PRECISION
-                    )
-            if GROUP > 0:
-                # All parts were decoded before: one barrier for all of them. As above, the branch
-                # is for the copies to come first: the buffer of codes is free by now.
-                for part in tl.static_range(PARTS):
-                    keys = tl.trans(values[part])
-                    score = tl.dot(queries[part], keys, score, input_precision=PRECISION)
-            going = first < end if GROUP > 0 else True
-            if going:
-                score = limit(score, slots, first, end, holes, scale, cap, HAS_CAP)
-                weight, shrink, best, total = weigh(score, best, total, rate, WGMMA)
-                accs = _grow(accs, shrink, weight.to(DTYPE), values, PARTS, PRECISION)
+                keys = tl.trans(latent)
+                score = tl.dot(queries[part], keys, score, input_precision=PRECISION)
+            score = limit(score, slots, first, end, holes, scale, cap, HAS_CAP)
+            weight, shrink, best, total = weigh(score, best, total, rate, WGMMA)
+            accs = _grow(accs, shrink, weight.to(DTYPE), values, PARTS, PRECISION)
 
     total = tl.sum(total, axis=1)
-    seen = total != 0.0
-    lse2 = tl.where(seen, best + tl.log2(total), float("-inf"))
-    denominator = total
-    if HAS_SINKS:
-        sink = tl.load(sinks + head, mask=head < H, other=0.0).to(tl.float32)
-        if not SPLIT:
-            denominator += tl.exp2(sink * LOG2E - best)
-    inverse = tl.where(seen, 1.0 / denominator, 0.0)
+    seen, inverse, logarithm = close(total, best, sinks, head, H, SPLIT, HAS_SINKS)
     place = split.to(tl.int64) * rows_stride + row * H + head
     for part in tl.static_range(PARTS):
         result = tl.where(seen[:, None], accs[part] * inverse[:, None], 0.0)
@@ -212,49 +176,7 @@ def _attend(
         result = result.to(out.dtype.element_ty)
         # Results leave the second-level cache first, latents stay; shares of them are read at once.
         tl.store(pointers, result, mask=in_part, cache_modifier="" if SPLIT else ".cs")
-    tl.store(lse + place, lse2 * (1.0 if SPLIT else LN2), mask=head < H)
-
-
-@triton.jit(do_not_specialize=["rows_stride", "splits"])
-def _combine(
-    partial, partial_lse2, sinks, out, lse, rows_stride, splits,
-    H: tl.constexpr, L: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
-    HAS_SINKS: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """Merge BLOCK_L dims of one (row, head)'s partial results.
-
-    Each weighs exp2(lse2 - their maximum); one that saw nothing counts as zero whatever it holds.
-    Its values are loaded all the same, so that they need not wait for lse2.
-    """
-    place = tl.program_id(0).to(tl.int64)
-    dim = tl.program_id(1) * BLOCK_L + tl.arange(0, BLOCK_L)
-    split = tl.arange(0, BLOCK_SPLITS)
-    share = split.to(tl.int64) * rows_stride + place
-    there = split < splits
-    if EARLY:
-        gdc_wait()
-        if tl.num_programs(0) * tl.num_programs(1) <= ONE_WAVE:
-            gdc_launch_dependents()
-    value = tl.load(
-        partial + share[:, None] * L + dim[None, :],
-        mask=there[:, None] & (dim < L)[None, :],
-        other=0.0,
-    )
-    lse2 = tl.load(partial_lse2 + share, mask=there, other=float("-inf"))
-    best = tl.maximum(tl.max(lse2, axis=0), LOWEST)
-    weight = tl.exp2(lse2 - best)
-    total = tl.sum(weight, axis=0)
-    denominator = total
-    if HAS_SINKS:
-        denominator += tl.exp2(tl.load(sinks + place % H).to(tl.float32) * LOG2E - best)
-    inverse = tl.where(total != 0.0, 1.0 / denominator, 0.0)
-    # Chosen after the product: Triton would make a choice among loaded values a mask of the load.
-    value = value * (weight * inverse)[:, None]
-    value = tl.where((lse2 != float("-inf"))[:, None], value, 0.0)
-    tl.store(out + place * L + dim, tl.sum(value, axis=0).to(out.dtype.element_ty), mask=dim < L)
-    if tl.program_id(1) == 0:
-        merged = (best + tl.log2(total)) * LN2
-        tl.store(lse + place, tl.where(total != 0.0, merged, float("-inf")))
+    tl.store(lse + place, logarithm, mask=head < H)
 
 
 def sparse_mla(
@@ -316,47 +238,25 @@ def sparse_mla(
         q, kv_cache, slots, lse if sinks is None else sinks, target, target_lse,
         slots.shape[1], slots.stride(0), rows * heads, splits, scale, logit_cap,
     )  # fmt: skip
-    _attend[grid](
-        *arguments, H=heads, L=v_dim, P=rope_dim, W=kv_cache.stride(0), ROPE_OFFSET=rope_offset,
-        GROUP=layout.group, BLOCK_H=tile.heads, BLOCK_N=tile.tokens,
-        SPAN=choose_span(tile, v_dim, layout.group), BLOCK_P=block_p,
-        BLOCK_SCAN=min(512 if splits > 1 else 2048, max(64, block_k)),
-        SPLIT=splits > 1, EVEN_K=slots.shape[1] % tile.tokens == 0,
-        HAS_SINKS=sinks is not None, HAS_CAP=logit_cap > 0,
-        NATIVE_FP8=native_fp8(device), PRECISION="ieee", DTYPE=TRITON_DTYPE[compute],
-        WGMMA=shares_scores(device, tile, v_dim, rope_dim),
-        STAGES=tile.stages, num_stages=tile.stages, num_warps=tile.warps,
-    )  # fmt: skip
+    constants = {
+        "H": heads, "L": v_dim, "P": rope_dim, "W": kv_cache.stride(0), "ROPE_OFFSET": rope_offset,
+        "GROUP": layout.group, "BLOCK_H": tile.heads, "BLOCK_N": tile.tokens,
+        "SPAN": choose_span(tile, v_dim, layout.group), "BLOCK_P": block_p,
+        "BLOCK_SCAN": min(512 if splits > 1 else 2048, max(64, block_k)),
+        "SPLIT": splits > 1, "EVEN_K": slots.shape[1] % tile.tokens == 0,
+        "HAS_SINKS": sinks is not None, "HAS_CAP": logit_cap > 0, "DTYPE": TRITON_DTYPE[compute],
+        "STAGES": tile.stages, "num_stages": tile.stages, "num_warps": tile.warps,
+    }  # fmt: skip
+    if tile.codes:
+        attend_codes[grid](*arguments, DECODER=decoder_of(device), **constants)
+    else:
+        _attend[grid](
+            *arguments, NATIVE_FP8=native_fp8(device), PRECISION="ieee",
+            WGMMA=shares_scores(device, tile, v_dim, rope_dim), **constants,
+        )  # fmt: skip
     if splits > 1:
         combine(target, target_lse, sinks, out, lse, early=launches_early(device))
     return out, lse
-
-
-def combine(
-    partial: torch.Tensor,
-    partial_lse2: torch.Tensor,
-    sinks: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    *,
-    early: bool = False,
-) -> None:
-    """Merge `partial [splits, R, H, L]` fp32 and their base-2 lse into `out` and `lse`.
-
-    `early` (sm90 on) launches before the kernel that writes them has ended, and waits there. Then a
-    grid of one wave lets its successor start in the same way: one that is launched early waits for
-    this merge before it reads or writes anything, as all ours do; any other starts after it.
-    """
-    splits, rows, heads, latent = partial.shape
-    block_splits = triton.next_power_of_2(splits)
-    # 32 values a thread, all under way at once: for fewer registers they would be loaded in turns.
-    block = max(16, min(triton.next_power_of_2(latent), 4096 // block_splits))
-    options = {"launch_pdl": True, "maxnreg": 64} if early else {}
-    _combine[(rows * heads, triton.cdiv(latent, block))](
-        partial, partial_lse2, lse if sinks is None else sinks, out, lse, rows * heads, splits,
-        H=heads, L=latent, BLOCK_L=block, BLOCK_SPLITS=block_splits, HAS_SINKS=sinks is not None,
-        EARLY=early, num_warps=4, **options,
-    )  # fmt: skip
 
 
 def _refuse(problem: Problem) -> str | None:
@@ -371,8 +271,8 @@ def _refuse(problem: Problem) -> str | None:
 
 
 def _heads_computed(problem: Problem) -> int:
-    sizes = problem.num_heads, problem.latent_dim, problem.rope_dim
-    block = choose_tile(problem.device, *sizes, problem.dtype.itemsize).heads
+    sizes = problem.num_heads, problem.latent_dim, problem.rope_dim, problem.dtype.itemsize
+    block = choose_tile(problem.device, *sizes, problem.cache_format == "fp8").heads
     return -(-problem.num_heads // block) * block
 
 

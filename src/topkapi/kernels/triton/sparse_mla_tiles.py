@@ -18,7 +18,8 @@ class Tile:
     """How the work is cut: heads and tokens a tile, warps, pipeline stages, programs of an SM.
 
     `whole`: loads and products take all dims of a latent at once; otherwise 64, where a thread
-    computes fewer addresses.
+    computes fewer addresses. `codes`: fp8 records stay what they are in shared memory, which
+    `attend_codes` reads.
     """
 
     heads: int
@@ -27,6 +28,7 @@ class Tile:
     stages: int
     per_sm: int = 1
     whole: bool = False
+    codes: bool = False
 
 
 def choose_tile(
@@ -35,13 +37,14 @@ def choose_tile(
     """The launch configuration for `heads` heads over records of `latent` and `rope` dims."""
     block_heads = min(64, _padded(heads))
     row = (_padded(latent) + (_padded(rope) if rope else 0)) * itemsize
+    wgmma = device.backend == "cuda" and int(device.arch) in (90, 100) and block_heads == 64
+    if fp8 and itemsize == 2 and device.backend != "hip" and not wgmma:
+        # Blocks of 32 heads, whose products take more registers, were slower.
+        return Tile(16, 64, 4, 3, per_sm=2, codes=True)
     if device.backend == "cuda" and int(device.arch) in (90, 100) and itemsize == 2:
         if block_heads == 64:
             fits = device.arch == 90 and (64 + 2 * 64) * row <= device.shared_memory
             return Tile(64, 64 if fits else 32, 8, 2, whole=True)
-        if fp8:
-            # Two tiles of codes on their way, one decoded.
-            return Tile(block_heads, 32, 4, 5, per_sm=2)
         return Tile(block_heads, 64, 4, 3, per_sm=2)
     if itemsize == 4:
         return Tile(16, 16, 8, 1)
@@ -56,6 +59,8 @@ def choose_tile(
 
 def choose_span(tile: Tile, latent: int, group: int) -> int:
     """How many dims of a latent, of fp8 groups of `group`, one load and product takes."""
+    if tile.codes:
+        return min(group, max(32, _padded(latent)))
     if tile.whole:
         return _padded(latent)
     even = latent & -latent

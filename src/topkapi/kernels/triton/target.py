@@ -41,6 +41,13 @@ def native_fp8(device: DeviceInfo) -> bool:
     return device.multiplies_fp8
 
 
+def decoder_of(device: DeviceInfo) -> str:
+    """How pairs of e4m3 codes are decoded: `native` or `bits` in PTX, or `plain` in Triton."""
+    if device.backend != "cuda" or interpreted():
+        return "plain"
+    return "native" if native_fp8(device) else "bits"
+
+
 def launches_early(device: DeviceInfo) -> bool:
     """Whether a kernel can be launched before the one it waits for has ended."""
     return device.backend == "cuda" and int(device.arch) >= 90 and not interpreted()
