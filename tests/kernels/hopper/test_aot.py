@@ -91,7 +91,7 @@ def test_a_row_is_split_unless_its_bits_must_not_change(
 ) -> None:
     seen = noted(monkeypatch)
     kv_cache, blocks = meta(9, 1, 656, dtype=FP8), -(-heads // 64)
-    for rows, splits in ((1, 16), (40, 3 if blocks == 1 else 1), (400, 1)):
+    for rows, splits in ((1, 32 if heads <= 32 else 16), (40, 3 if blocks == 1 else 1), (400, 1)):
         q, slots = meta(rows, heads, 576, dtype=BF16), meta(rows, 2048)
         for invariant in (False, True):
             sparse_mla.sparse_mla(q, kv_cache, slots, scale=0.1, batch_invariant=invariant)

@@ -94,20 +94,17 @@ def sparse_mla(
     tile = tile or choose_tile(heads, fp8)
     if splits is None and batch_invariant:
         splits = 1
+    programs = rows * triton.cdiv(heads, tile.heads)
     if splits is None:
         splits = choose_splits(
-            target_of(q).num_sms,
-            rows * triton.cdiv(heads, tile.heads),
-            slots.shape[1],
-            2 * TOKENS,
-            4 * rows * heads * (v_dim + 1),
-            budget_bytes,
-        )
+            target_of(q).num_sms, programs, slots.shape[1], heads=tile.heads, tokens=TOKENS,
+            bytes_each=4 * rows * heads * (v_dim + 1), budget=budget_bytes,
+        )  # fmt: skip
     target, target_lse = out, lse
     if splits > 1:
         target = torch.empty(splits, rows, heads, v_dim, dtype=torch.float32, device=q.device)
         target_lse = torch.empty(splits, rows, heads, dtype=torch.float32, device=q.device)
-    tile.kernel[(rows * triton.cdiv(heads, tile.heads), splits)](
+    tile.kernel[(programs, splits)](
         q, kv_cache, slots, lse if sinks is None else sinks, target, target_lse,
         slots.shape[1], slots.stride(0), rows * heads, splits, scale, logit_cap, heads,
         W=kv_cache.stride(0), BLOCK_H=tile.heads, BLOCK_N=TOKENS,

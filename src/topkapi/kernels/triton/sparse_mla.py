@@ -18,6 +18,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from topkapi.dispatch import Kernel, Problem
 from topkapi.kernels.triton.softmax import LOG2E, LOWEST, limit, weigh
@@ -73,6 +74,7 @@ def _attend(
     BLOCK_P: tl.constexpr, BLOCK_SCAN: tl.constexpr, SPLIT: tl.constexpr, EVEN_K: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_CAP: tl.constexpr, NATIVE_FP8: tl.constexpr,
     PRECISION: tl.constexpr, DTYPE: tl.constexpr, WGMMA: tl.constexpr, STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     HEAD_BLOCKS: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     PARTS: tl.constexpr = (L + SPAN - 1) // SPAN
@@ -83,6 +85,8 @@ def _attend(
     row = (program // HEAD_BLOCKS).to(tl.int64)
     split = tl.program_id(1)
     slots += row * slots_stride
+    if EARLY:
+        gdc_wait()
 
     begin, stop = stretch_of_row(K, split, splits, BLOCK_N, SPLIT)
     # Scanned below, when the query is under way as well.
@@ -217,15 +221,12 @@ def sparse_mla(
     tile = tile or choose_tile(device, heads, v_dim, rope_dim, compute.itemsize, fp8)
     if splits is None and batch_invariant:
         splits = 1
+    programs = rows * triton.cdiv(heads, tile.heads)
     if splits is None:
         splits = choose_splits(
-            device.num_sms * tile.per_sm,
-            rows * triton.cdiv(heads, tile.heads),
-            slots.shape[1],
-            2 * tile.tokens,
-            4 * rows * heads * (v_dim + 1),
-            budget_bytes,
-        )
+            device.num_sms, programs, slots.shape[1], heads=tile.heads, tokens=tile.tokens,
+            bytes_each=4 * rows * heads * (v_dim + 1), budget=budget_bytes, per_sm=tile.per_sm,
+        )  # fmt: skip
     target, target_lse = out, lse
     if splits > 1:
         target = torch.empty(splits, rows, heads, v_dim, dtype=torch.float32, device=q.device)
@@ -233,7 +234,9 @@ def sparse_mla(
     rope_offset = v_dim
     if fp8:
         rope_offset = layout.bytes_per_token(v_dim, 0)
-    grid = (rows * triton.cdiv(heads, tile.heads), splits)
+    grid = (programs, splits)
+    # Fewer programs than SMs would land two on one, where the kernel ahead is not on the others.
+    early = launches_early(device) and programs * splits > device.num_sms
     arguments = (
         q, kv_cache, slots, lse if sinks is None else sinks, target, target_lse,
         slots.shape[1], slots.stride(0), rows * heads, splits, scale, logit_cap,
@@ -245,8 +248,10 @@ def sparse_mla(
         "BLOCK_SCAN": min(512 if splits > 1 else 2048, max(64, block_k)),
         "SPLIT": splits > 1, "EVEN_K": slots.shape[1] % tile.tokens == 0,
         "HAS_SINKS": sinks is not None, "HAS_CAP": logit_cap > 0, "DTYPE": TRITON_DTYPE[compute],
-        "STAGES": tile.stages, "num_stages": tile.stages, "num_warps": tile.warps,
+        "STAGES": tile.stages, "num_stages": tile.stages, "num_warps": tile.warps, "EARLY": early,
     }  # fmt: skip
+    if early:
+        constants["launch_pdl"] = True
     if tile.codes:
         attend_codes[grid](*arguments, DECODER=decoder_of(device), **constants)
     else:

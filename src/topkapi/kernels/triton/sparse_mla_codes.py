@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from topkapi.kernels.triton.e4m3 import decode
 from topkapi.kernels.triton.softmax import LOG2E, LOWEST, limit
@@ -197,7 +198,7 @@ def attend_codes(
     GROUP: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, SPAN: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_SCAN: tl.constexpr, SPLIT: tl.constexpr, EVEN_K: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_CAP: tl.constexpr, DECODER: tl.constexpr, DTYPE: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program for each row, block of heads and split, as `sparse_mla._attend`.
 
@@ -210,6 +211,8 @@ def attend_codes(
     row = (program // HEAD_BLOCKS).to(tl.int64)
     split = tl.program_id(1)
     slots += row * slots_stride
+    if EARLY:
+        gdc_wait()
     begin, stop = stretch_of_row(K, split, splits, BLOCK_N, SPLIT)
     # Scanned below, when the query is under way as well.
     found = load_slots(slots, begin, stop, BLOCK_SCAN)

@@ -84,13 +84,25 @@ def _padded(size: int) -> int:
 
 
 def choose_splits(
-    resident: int, programs: int, selected: int, least: int, bytes_each: int, budget: int
+    num_sms: int,
+    programs: int,
+    selected: int,
+    *,
+    heads: int,
+    tokens: int,
+    bytes_each: int,
+    budget: int,
+    per_sm: int = 1,
 ) -> int:
     """How many programs share one row's slots: enough to fill the device, within the budget.
 
-    The device runs `resident` programs at once, and there are `programs` where none is shared.
-    Fewer than `least` of the `selected` slots are not worth a program. Partial results take
-    `bytes_each` for each program of a row, over all rows.
+    An SM runs `per_sm` programs at once, and there are `programs` of `heads` heads where none is
+    shared. Each gets two tiles of `tokens` slots at least: what it does once takes as long. Or one,
+    where all have an SM of their own then, and of few heads: the merge pays for more. Partial
+    results take `bytes_each` for each program of a row, over all rows.
     """
-    useful = min(resident // max(programs, 1), selected // least)
+    programs = max(programs, 1)
+    useful = min(num_sms * per_sm // programs, selected // (2 * tokens))
+    if heads < 64:
+        useful = max(useful, min(num_sms // programs, selected // tokens))
     return max(1, min(useful, budget // max(bytes_each, 1), 64))
