@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from cases import SPARSE_MLA_CASES, WIDE_SPARSE_MLA_CASES, SparseMlaCase, poisoned_memory
+from cases import (
+    EXACT_FP8_CASES,
+    SPARSE_MLA_CASES,
+    WIDE_SPARSE_MLA_CASES,
+    SparseMlaCase,
+    poisoned_memory,
+)
 from tolerances import OUTPUT, Tolerance, assert_close
 from topkapi import ops
 from topkapi.device import device_info
@@ -39,6 +45,7 @@ MAGNITUDES = tuple(
     for heads in (16, 128)
     for magnitude in (1e-6, 1e-3, 0.1, 4.0)
 )  # fmt: skip
+ATTENDED = SPARSE_MLA_CASES + EXACT_FP8_CASES + WIDE_SPARSE_MLA_CASES
 
 
 def named(case: Any) -> str:
@@ -58,7 +65,7 @@ def check(case: SparseMlaCase, inputs: dict[str, Any], got: tuple[torch.Tensor, 
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
-@pytest.mark.parametrize("case", SPARSE_MLA_CASES + WIDE_SPARSE_MLA_CASES, ids=named)
+@pytest.mark.parametrize("case", ATTENDED, ids=named)
 def test_cases(case: SparseMlaCase, phase: Any) -> None:
     inputs = case.make(DEVICE)
     taken = (case.latent, case.rope) == (512, 64)

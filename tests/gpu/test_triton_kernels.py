@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cases import (
+    EXACT_FP8_CASES,
     RECORD_CASES,
     SELECT_CASES,
     SPARSE_MLA_CASES,
@@ -26,6 +27,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 DEVICE = "cuda"
+ATTENDED = SPARSE_MLA_CASES + EXACT_FP8_CASES + WIDE_SPARSE_MLA_CASES
 
 
 def named(case: Any) -> str:
@@ -33,7 +35,7 @@ def named(case: Any) -> str:
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
-@pytest.mark.parametrize("case", SPARSE_MLA_CASES + WIDE_SPARSE_MLA_CASES, ids=named)
+@pytest.mark.parametrize("case", ATTENDED, ids=named)
 def test_sparse_mla(case: SparseMlaCase, phase: Any) -> None:
     inputs = case.make(DEVICE)
     out, lse = ops.sparse_mla(**inputs, phase=phase, kernel="triton")

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cases import (
+    EXACT_FP8_CASES,
     RECORD_CASES,
     SELECT_CASES,
     SPARSE_MLA_CASES,
@@ -29,7 +30,7 @@ def named(case: Any) -> str:
     return str(case.name)
 
 
-@pytest.mark.parametrize("case", SPARSE_MLA_CASES, ids=named)
+@pytest.mark.parametrize("case", SPARSE_MLA_CASES + EXACT_FP8_CASES, ids=named)
 def test_sparse_mla(case: SparseMlaCase) -> None:
     inputs = case.make(DEVICE)
     with poisoned_memory():

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from cases import (
+    EXACT_FP8_CASES,
     RECORD_CASES,
     SELECT_CASES,
     SPARSE_MLA_CASES,
@@ -60,8 +61,12 @@ def test_sparse_mla(case: SparseMlaCase) -> None:
     case.compare(got, inputs)
 
 
-def _codes(case: SparseMlaCase) -> bool:
-    return case.cache == torch.uint8 and case.dtype == torch.bfloat16
+# Those of few heads, with queries that the interpreter has.
+FP8_CASES = [
+    replace(case, dtype=torch.float16)
+    for case in SPARSE_MLA_CASES + EXACT_FP8_CASES
+    if (case.cache, case.dtype) == (torch.uint8, torch.bfloat16) and case.heads < 20
+]
 
 
 @pytest.mark.parametrize(
@@ -75,7 +80,7 @@ def _codes(case: SparseMlaCase) -> bool:
         SparseMlaCase("16 heads", 4, heads=16, k=192, pattern="holes"),
         SparseMlaCase("3 heads, uneven dims", 5, heads=3, k=70, latent=100, rope=20),
         SparseMlaCase("64 heads, fp8", 3, heads=64, k=80, cache=torch.uint8, pattern="holes"),
-        *(replace(c, dtype=torch.float16) for c in SPARSE_MLA_CASES if _codes(c) and c.heads < 20),
+        *FP8_CASES,
     ],
     ids=named,
 )
