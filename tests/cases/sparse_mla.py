@@ -181,7 +181,7 @@ EXACT_FP8_CASES = (
     SparseMlaCase("fp8 inf query row", 4, cache=_FP8, dtype=_BF16, poison="query inf"),
     SparseMlaCase("fp8 NaN selected slot", 5, k=3, cache=_FP8, dtype=_BF16, pattern="full",
                   poison="selected", seed=3),
-    SparseMlaCase("fp8 tiny", 5, cache=_FP8, dtype=_BF16, magnitude=1e-6),
+    SparseMlaCase("fp8 tiny", 5, cache=_FP8, dtype=_BF16, magnitude=1e-4),
     SparseMlaCase("fp8 sharp", 5, cache=_FP8, dtype=_BF16, magnitude=12.0, pattern="full"),
 )  # fmt: skip
 
