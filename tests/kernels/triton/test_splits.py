@@ -24,7 +24,7 @@ def splits(
 @pytest.mark.parametrize("per_sm", [1, 2])
 def test_few_heads_get_one_tile_each_while_every_program_has_an_sm(per_sm: int) -> None:
     assert [splits(rows, 16, per_sm=per_sm) for rows in (1, 2, 4)] == [32, 32, 32]
-    assert splits(1, 16, selected=100, per_sm=per_sm) == 1
+    assert [splits(1, 16, selected=few, per_sm=per_sm) for few in (100, 128, 255)] == [1, 1, 1]
     assert splits(1, 16, selected=512, per_sm=per_sm) == 8
 
 

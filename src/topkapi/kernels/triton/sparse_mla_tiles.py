@@ -97,12 +97,13 @@ def choose_splits(
     """How many programs share one row's slots: enough to fill the device, within the budget.
 
     An SM runs `per_sm` programs at once, and there are `programs` of `heads` heads where none is
-    shared. Each gets two tiles of `tokens` slots at least: what it does once takes as long. Or one,
-    where all have an SM of their own then, and of few heads: the merge pays for more. Partial
-    results take `bytes_each` for each program of a row, over all rows.
+    shared. Each gets two tiles of `tokens` slots at least: what it does once takes as long. Where
+    there is a merge anyway, one is enough if all have an SM of their own then, and of few heads:
+    the merge pays for more. Partial results take `bytes_each` for each program of a row, over all
+    rows.
     """
     programs = max(programs, 1)
     useful = min(num_sms * per_sm // programs, selected // (2 * tokens))
-    if heads < 64:
+    if useful > 1 and heads < 64:
         useful = max(useful, min(num_sms // programs, selected // tokens))
     return max(1, min(useful, budget // max(bytes_each, 1), 64))
