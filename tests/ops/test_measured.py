@@ -69,6 +69,19 @@ def test_rows_of_the_benchmark_become_a_table() -> None:
         table_from_rows([*rows, {**rows[0], "device": "other"}], KERNELS)
 
 
+def test_times_in_line_count_where_all_have_them() -> None:
+    alone = [row("triton", 9e-6), row("fa3", 8e-6)]
+    in_line = [{**alone[0], "steady_seconds": {"p50": 2e-6}}, alone[1]]
+    both = [in_line[0], {**alone[1], "steady_seconds": {"p50": 3e-6}}]
+    for rows, expected in (
+        (alone, (("fa3", 8.0), ("triton", 9.0))),
+        (in_line, (("fa3", 8.0), ("triton", 9.0))),
+        (both, (("triton", 2.0), ("fa3", 3.0))),
+    ):
+        (entry,) = table_from_rows(rows, KERNELS).entries
+        assert entry.kernels == expected
+
+
 TABLE = Table(
     "NVIDIA H200",
     "2026-11-30",

@@ -105,8 +105,10 @@ def table_from_rows(rows: Iterable[Mapping[str, Any]], kernels: Mapping[str, set
 
     Rows without a time (refused, failed, wrong) and contenders that are no record are left out, and
     so are sizes at which one kernel was alone.
-    Where an operation cannot know a measured size (the context, for `sparse_mla`), the times of its
-    values are averaged, each size weighing the same. Raises `ValueError` for rows of two devices.
+    Where all of a size were timed in line, among other calls in one graph as in a decoding step,
+    that counts, not one call alone. Where an operation cannot know a measured size (the context,
+    for `sparse_mla`), the times of its values are averaged, each size weighing the same. Raises
+    `ValueError` for rows of two devices.
     """
     timed = [
         row
@@ -117,15 +119,26 @@ def table_from_rows(rows: Iterable[Mapping[str, Any]], kernels: Mapping[str, set
     devices = {row["device"] for row in timed}
     if len(devices) > 1:
         raise ValueError(f"rows: expected one device, got {', '.join(sorted(devices))}")
-    found: dict[Measured, dict[str, list[float]]] = {}
+    found: dict[Measured, list[Mapping[str, Any]]] = {}
     for row in timed:
-        times = found.setdefault(_size(row["op"], row["size"]), {})
-        times.setdefault(row["kernel"], []).append(row["seconds"]["p50"] * 1e6)
+        found.setdefault(_size(row["op"], row["size"]), []).append(row)
     entries = [
-        replace(size, kernels=_ordered(times)) for size, times in found.items() if len(times) > 1
+        replace(size, kernels=_ordered(times))
+        for size, group in found.items()
+        if len(times := _times(group)) > 1
     ]
     date = max((row["date"] for row in timed), default="")
     return Table(next(iter(devices), ""), date, tuple(entries))
+
+
+def _times(rows: list[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """Microseconds of each kernel of one size, all by the same clock."""
+    in_line = all(row.get("steady_seconds") for row in rows)
+    times: dict[str, list[float]] = {}
+    for row in rows:
+        seconds = row["steady_seconds" if in_line else "seconds"]
+        times.setdefault(row["kernel"], []).append(seconds["p50"] * 1e6)
+    return times
 
 
 def _size(op: str, size: Mapping[str, Any]) -> Measured:
