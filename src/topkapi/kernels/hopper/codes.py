@@ -14,19 +14,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 from topkapi.kernels.hopper.gather import LATENT_DIM, exponent_of, power_of_two
+from topkapi.kernels.triton.sparse_mla_codes import PARTED
 
 # Pairs of codes in a group of dims.
 PAIRS = tl.constexpr(64)
-# Two pairs of codes: the fp16 values of the first of each, and of the second of each.
-PARTED = tl.constexpr("""{
-    .reg .b16 low, high;
-    .reg .b32 turned;
-    prmt.b32 turned, $2, 0, 0x3120;
-    mov.b32 {low, high}, turned;
-    cvt.rn.f16x2.e4m3x2 $0, low;
-    cvt.rn.f16x2.e4m3x2 $1, high;
-}""")
-# The same of codes as they lie: the first pair, and the second.
+# As PARTED, but of codes as they lie: the first pair, and the second.
 IN_PAIRS = tl.constexpr("""{
     .reg .b16 low, high;
     mov.b32 {low, high}, $2;

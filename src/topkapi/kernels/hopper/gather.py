@@ -29,6 +29,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from topkapi.kernels.triton.sparse_mla_codes import LEAST, MOST
+
 LATENT_DIM = tl.constexpr(512)
 ROPE_DIM = tl.constexpr(64)
 GROUP_DIM = tl.constexpr(128)
@@ -42,9 +44,6 @@ PIECE = tl.constexpr(16)
 LISTED = tl.constexpr(4)
 # Slots that a program looks at in one go for the last one of its row.
 SCANNED = tl.constexpr(2048)
-# Magnitudes all below 2^LEAST count as zeros; fp16 overflows where they are far above 2^MOST.
-LEAST = tl.constexpr(-60)
-MOST = tl.constexpr(120)
 # Four e4m3 codes times a pair of equal fp16 factors: two pairs of fp16.
 DEQUANTISE = tl.constexpr("""{
     .reg .b16 low, high;

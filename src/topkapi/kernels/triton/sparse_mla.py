@@ -9,8 +9,9 @@ For row r and head h, over the selected slots j of the row:
 One program owns BLOCK_H heads of one row and walks over its slots BLOCK_N at a time with an online
 softmax (base 2). The latent part of a gathered tile is key and value: it is loaded once. Heads fill
 the rows of the matrix tile, so 8 or 16 heads cost a tile of 16, not of 64. With few rows,
-several programs share a row's slots and leave partial results that `_combine` merges. Why the loop
-is written as it is, and what each trait of it gained, stands in docs/kernels/sparse_mla.md.
+several programs share a row's slots and leave partial results that `sparse_mla_merge` merges. Over
+fp8 records few heads have a loop of their own, `sparse_mla_codes`. Why the loop is written as it
+is, and what each trait of it gained, stands in docs/kernels/sparse_mla.md.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from topkapi.kernels.triton.sparse_mla_row import (
     load_slots,
     load_tile,
     readable,
+    row_and_heads,
     scan_row,
     stretch_of_row,
 )
@@ -76,13 +78,10 @@ def _attend(
     PRECISION: tl.constexpr, DTYPE: tl.constexpr, WGMMA: tl.constexpr, STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    HEAD_BLOCKS: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     PARTS: tl.constexpr = (L + SPAN - 1) // SPAN
     # Slots are loaded a turn before they are needed, and kept in registers.
     AHEAD: tl.constexpr = WGMMA and GROUP == 0
-    program = tl.program_id(0)
-    head_block = program % HEAD_BLOCKS
-    row = (program // HEAD_BLOCKS).to(tl.int64)
+    row, head = row_and_heads(H, BLOCK_H)
     split = tl.program_id(1)
     slots += row * slots_stride
     if EARLY:
@@ -92,7 +91,6 @@ def _attend(
     # Scanned below, when the query is under way as well.
     found = load_slots(slots, begin, stop, BLOCK_SCAN)
 
-    head = head_block * BLOCK_H + tl.arange(0, BLOCK_H)
     in_heads = (head < H)[:, None]
     dim = tl.arange(0, SPAN)[None, :]
     query = q + row * (H * (L + P)) + head[:, None] * (L + P)

@@ -28,6 +28,7 @@ from topkapi.kernels.triton.sparse_mla_row import (
     load_slots,
     load_tile,
     readable,
+    row_and_heads,
     scan_row,
     stretch_of_row,
 )
@@ -36,7 +37,7 @@ from topkapi.kernels.triton.sparse_mla_row import (
 LEAST = tl.constexpr(-60)
 MOST = tl.constexpr(120)
 # Two pairs of codes: the fp16 values of the first of each, and of the second of each.
-NATIVE = tl.constexpr("""{
+PARTED = tl.constexpr("""{
     .reg .b16 low, high;
     .reg .b32 turned;
     prmt.b32 turned, $2, 0, 0x3120;
@@ -44,8 +45,8 @@ NATIVE = tl.constexpr("""{
     cvt.rn.f16x2.e4m3x2 $0, low;
     cvt.rn.f16x2.e4m3x2 $1, high;
 }""")
-# The same by bits, as in `e4m3.decode`: of a value times 2^-8, times 2^8. Times 9 * 2^12 the NaN,
-# 480 by its bits, and it alone becomes infinite, and times zero a NaN again.
+# The same by bits, which are those of a value times 2^-8 (see `e4m3.decode`). The NaN would be 480:
+# times 9 * 2^12 it alone becomes infinite, and that times zero is a NaN.
 BY_BITS = tl.constexpr("""{
     .reg .b32 sign, even, odd, spoiled, zero, nine, moved;
     mov.b32 zero, 0;
@@ -88,7 +89,7 @@ def decode_pairs(pairs, DECODER: tl.constexpr):
         first = decode((pairs & 0xFF).to(tl.uint8), False)
         second = decode(((pairs >> 8) & 0xFF).to(tl.uint8), False)
     else:
-        ASM: tl.constexpr = NATIVE if DECODER == "native" else BY_BITS
+        ASM: tl.constexpr = PARTED if DECODER == "native" else BY_BITS
         first, second = tl.inline_asm_elementwise(
             ASM, "=r,=r,r", [pairs], KINDS, is_pure=True, pack=2
         )
@@ -204,11 +205,8 @@ def attend_codes(
 
     Dims come in parts of SPAN, each a group of scales.
     """
-    HEAD_BLOCKS: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     PARTS: tl.constexpr = (L + GROUP - 1) // GROUP
-    program = tl.program_id(0)
-    head_block = program % HEAD_BLOCKS
-    row = (program // HEAD_BLOCKS).to(tl.int64)
+    row, head = row_and_heads(H, BLOCK_H)
     split = tl.program_id(1)
     slots += row * slots_stride
     if EARLY:
@@ -217,7 +215,6 @@ def attend_codes(
     # Scanned below, when the query is under way as well.
     found = load_slots(slots, begin, stop, BLOCK_SCAN)
 
-    head = head_block * BLOCK_H + tl.arange(0, BLOCK_H)
     in_heads = (head < H)[:, None]
     dim = tl.arange(0, SPAN)[None, :]
     query = q + row * (H * (L + P)) + head[:, None] * (L + P)

@@ -12,6 +12,15 @@ from topkapi.kernels.triton.softmax import LN2, LOG2E
 
 
 @triton.jit
+def row_and_heads(H: tl.constexpr, BLOCK_H: tl.constexpr):
+    """The row of this program, int64, and its block of the heads."""
+    HEAD_BLOCKS: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
+    program = tl.program_id(0)
+    head = program % HEAD_BLOCKS * BLOCK_H + tl.arange(0, BLOCK_H)
+    return (program // HEAD_BLOCKS).to(tl.int64), head
+
+
+@triton.jit
 def stretch_of_row(K, split, splits, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr):
     """First and last place of the slots that are this program's."""
     begin, stop = 0, K
