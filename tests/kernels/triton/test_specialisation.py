@@ -36,9 +36,8 @@ from topkapi.layout.latent import latent_layout
 FP8, BF16 = torch.uint8, torch.bfloat16
 INT64, F32 = torch.int64, torch.float32
 K = 2048
-# A power of two that grows with the shape, whether rows are split, and whether the kernel starts
-# before the one ahead has ended: never one for each shape.
-MOST_VARIANTS = 12
+# A power of two that grows with the shape, and whether rows are split: never one for each shape.
+MOST_VARIANTS = 10
 
 
 class Variants:

@@ -233,8 +233,9 @@ def sparse_mla(
     if fp8:
         rope_offset = layout.bytes_per_token(v_dim, 0)
     grid = (programs, splits)
-    # Fewer programs than SMs would land two on one, where the kernel ahead is not on the others.
-    early = launches_early(device) and programs * splits > device.num_sms
+    # Fewer programs than SMs would land two on one, where the kernel ahead is not on the others;
+    # where rows are not shared it is too little of the whole to be worth another variant.
+    early = launches_early(device) and splits > 1 and programs * splits > device.num_sms
     arguments = (
         q, kv_cache, slots, lse if sinks is None else sinks, target, target_lse,
         slots.shape[1], slots.stride(0), rows * heads, splits, scale, logit_cap,

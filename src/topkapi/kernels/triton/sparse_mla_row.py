@@ -97,9 +97,8 @@ def close(total, best, sinks, head, H: tl.constexpr, SPLIT: tl.constexpr, HAS_SI
     seen = total != 0.0
     lse2 = tl.where(seen, best + tl.log2(total), float("-inf"))
     denominator = total
-    if HAS_SINKS:
+    if HAS_SINKS and not SPLIT:
         sink = tl.load(sinks + head, mask=head < H, other=0.0).to(tl.float32)
-        if not SPLIT:
-            denominator += tl.exp2(sink * LOG2E - best)
+        denominator += tl.exp2(sink * LOG2E - best)
     inverse = tl.where(seen, 1.0 / denominator, 0.0)
     return seen, inverse, lse2 * (1.0 if SPLIT else LN2)

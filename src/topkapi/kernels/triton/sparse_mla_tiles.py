@@ -37,18 +37,18 @@ def choose_tile(
     """The launch configuration for `heads` heads over records of `latent` and `rope` dims."""
     block_heads = min(64, _padded(heads))
     row = (_padded(latent) + (_padded(rope) if rope else 0)) * itemsize
-    wgmma = device.backend == "cuda" and int(device.arch) in (90, 100) and block_heads == 64
-    if fp8 and itemsize == 2 and device.backend != "hip" and not wgmma:
-        # Blocks of 32 heads, whose products take more registers, were slower.
-        return Tile(16, 64, 4, 3, per_sm=2, codes=True)
-    if device.backend == "cuda" and int(device.arch) in (90, 100) and itemsize == 2:
-        if block_heads == 64:
-            fits = device.arch == 90 and (64 + 2 * 64) * row <= device.shared_memory
-            return Tile(64, 64 if fits else 32, 8, 2, whole=True)
-        return Tile(block_heads, 64, 4, 3, per_sm=2)
+    hip = device.backend == "hip"
+    data_center = device.backend == "cuda" and int(device.arch) in (90, 100)
     if itemsize == 4:
         return Tile(16, 16, 8, 1)
-    hip = device.backend == "hip"
+    if data_center and block_heads == 64:
+        fits = device.arch == 90 and (64 + 2 * 64) * row <= device.shared_memory
+        return Tile(64, 64 if fits else 32, 8, 2, whole=True)
+    if fp8 and not hip:
+        # Blocks of 32 heads, whose products take more registers, were slower.
+        return Tile(16, 64, 4, 3, per_sm=2, codes=True)
+    if data_center:
+        return Tile(block_heads, 64, 4, 3, per_sm=2)
     for most, tokens in ((32, 32), (16, 32), (16, 16)):
         block = min(most, block_heads)
         # The query, two buffers of tokens and room to convert one.
