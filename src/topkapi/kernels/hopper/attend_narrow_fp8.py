@@ -46,8 +46,6 @@ from topkapi.kernels.hopper.gather import (
     GROUPS,
     LATENT_DIM,
     ROPE_DIM,
-    exponent_of,
-    power_of_two,
     told_count,
 )
 from topkapi.kernels.hopper.gather_codes import LINES, copy_codes, list_turns, load_turns
@@ -60,6 +58,7 @@ from topkapi.kernels.hopper.softmax import (
     start_query,
     wait_for_query,
 )
+from topkapi.kernels.triton.powers_of_two import exponent_of, power_of_two
 from topkapi.kernels.triton.softmax import LOWEST
 from topkapi.kernels.triton.zero_unseen import zero_unseen
 

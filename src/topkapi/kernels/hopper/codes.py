@@ -13,7 +13,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
-from topkapi.kernels.hopper.gather import LATENT_DIM, exponent_of, power_of_two
+from topkapi.kernels.hopper.gather import LATENT_DIM
+from topkapi.kernels.triton.powers_of_two import exponent_of, power_of_two
 from topkapi.kernels.triton.sparse_mla_codes import PARTED
 
 # Pairs of codes in a group of dims.

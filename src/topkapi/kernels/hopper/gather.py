@@ -29,7 +29,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from topkapi.kernels.triton.sparse_mla_codes import LEAST, MOST
+from topkapi.kernels.triton.powers_of_two import exponent_of, power_of_two
 
 LATENT_DIM = tl.constexpr(512)
 ROPE_DIM = tl.constexpr(64)
@@ -56,19 +56,6 @@ DEQUANTISE = tl.constexpr("""{
 }""")
 # The same fp16 value twice.
 TWICE = tl.constexpr("cvt.rn.f16x2.f32 $0, $1, $1;")
-
-
-@gluon.jit
-def power_of_two(exponent):
-    """`2^exponent` of int32 exponents between -126 and 127, exactly."""
-    return ((exponent + 127) << 23).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def exponent_of(value):
-    """`floor(log2(value))` of fp32 values that are not negative, within LEAST .. MOST."""
-    bits = value.to(gl.int32, bitcast=True)
-    return gl.minimum(gl.maximum((bits >> 23) - 127, LEAST), MOST)
 
 
 @gluon.jit

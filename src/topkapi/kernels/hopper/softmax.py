@@ -24,9 +24,8 @@ from topkapi.kernels.hopper.gather import (
     GROUPS,
     LATENT_DIM,
     ROPE_DIM,
-    exponent_of,
-    power_of_two,
 )
+from topkapi.kernels.triton.powers_of_two import exponent_of, power_of_two
 from topkapi.kernels.triton.softmax import LN2, LOG2E
 
 # In one instruction; `gl.log2` takes 30 for the last bit.

@@ -21,6 +21,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from topkapi.kernels.triton.e4m3 import decode
+from topkapi.kernels.triton.powers_of_two import exponent_of, power_of_two
 from topkapi.kernels.triton.softmax import LOG2E, LOWEST, limit
 from topkapi.kernels.triton.sparse_mla_gather import load_rope
 from topkapi.kernels.triton.sparse_mla_row import (
@@ -33,9 +34,6 @@ from topkapi.kernels.triton.sparse_mla_row import (
     stretch_of_row,
 )
 
-# Magnitudes below 2^LEAST count as zeros; fp16 overflows where they are far above 2^MOST.
-LEAST = tl.constexpr(-60)
-MOST = tl.constexpr(120)
 # Two pairs of codes: the fp16 values of the first of each, and of the second of each.
 PARTED = tl.constexpr("""{
     .reg .b16 low, high;
@@ -69,19 +67,6 @@ BY_BITS = tl.constexpr("""{
 
 
 @triton.jit
-def _power_of_two(exponent):
-    """`2^exponent` of int32 exponents between -126 and 127, exactly."""
-    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _exponent_of(value):
-    """`floor(log2(|value|))` of fp32 values, within LEAST .. MOST."""
-    bits = value.to(tl.int32, bitcast=True)
-    return tl.minimum(tl.maximum(((bits >> 23) & 0xFF) - 127, LEAST), MOST)
-
-
-@triton.jit
 def decode_pairs(pairs, DECODER: tl.constexpr):
     """fp16 values of the first and the second code of int16 pairs, exactly; NaN stays NaN."""
     KINDS: tl.constexpr = (tl.float16, tl.float16)
@@ -104,15 +89,15 @@ def _prepare_query(given, PARTS: tl.constexpr):
     top = tl.abs(given[0])
     for part in tl.static_range(1, PARTS):
         top = tl.maximum(top, tl.abs(given[part]))
-    exponent = _exponent_of(tl.max(top, axis=1)) - 8
-    shrink = _power_of_two(-exponent)[:, None]
+    exponent = exponent_of(tl.max(top, axis=1)) - 8
+    shrink = power_of_two(-exponent)[:, None]
     evens, odds = (), ()
     for part in tl.static_range(PARTS):
         value = (given[part] * shrink).to(tl.float16)
         even, odd = tl.split(tl.reshape(value, [BLOCK_H, PAIRS, 2]))
         evens += (even,)  # type: ignore[assignment]
         odds += (odd,)  # type: ignore[assignment]
-    return evens, odds, _power_of_two(exponent)
+    return evens, odds, power_of_two(exponent)
 
 
 @triton.jit
@@ -145,8 +130,8 @@ def _relative(rates, PARTS: tl.constexpr):
     largest = tl.abs(rates[0])
     for part in tl.static_range(1, PARTS):
         largest = tl.maximum(largest, tl.abs(rates[part]))
-    shift = _exponent_of(largest) - 14
-    shrink = _power_of_two(-shift)
+    shift = exponent_of(largest) - 14
+    shrink = power_of_two(-shift)
     parts = ()
     for part in tl.static_range(PARTS):
         parts += ((rates[part] * shrink).to(tl.float16),)  # type: ignore[assignment]
